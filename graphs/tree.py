@@ -1,0 +1,240 @@
+"""`TokenTree`: the shape of a draft. A chain is a tree with one branch; plain decoding is a tree with one node.
+
+Node 0 is the root: the token already chosen by the target but not yet in its cache. Every other node is a
+guess that follows its parent. Parents come before children, so a causal kernel never hides an ancestor.
+
+A node carries the *rank* of the guess it stands for: rank r at depth d is the r-th best token of whatever
+drafts depth d (for Medusa, head d-1). A path is the tuple of ranks from the root to a node, as in
+FasterDecoding/Medusa `medusa/model/medusa_choices.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from speccompile.graphs.errors import TreeError
+
+NodePath = tuple[int, ...]
+
+NAMED_TREES_FILE = Path(__file__).with_name("named_trees.json")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """A draft tree of N nodes.
+
+    Args:
+        parents: length N; -1 for the root, else the index of an earlier node.
+        ranks: length N; 0 for the root, else the rank of the guess at this node. Siblings differ in rank.
+
+    Raises:
+        TreeError: when there is no root at node 0, a parent does not come before its child, or two siblings
+            have the same rank.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parents or self.parents[0] != -1:
+            raise TreeError("tree: node 0 must be the root, with parent -1.")
+        if len(self.ranks) != len(self.parents):
+            raise TreeError(f"tree: {len(self.parents)} parents but {len(self.ranks)} ranks; give one rank per node.")
+        seen: set[tuple[int, int]] = set()
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            if node and not 0 <= parent < node:
+                raise TreeError(f"tree: node {node} has parent {parent}; a parent must come before its child.")
+            if rank < 0:
+                raise TreeError(f"tree: node {node} has rank {rank}; ranks start at 0.")
+            if (parent, rank) in seen:
+                raise TreeError(f"tree: node {node} repeats rank {rank} under parent {parent}.")
+            seen.add((parent, rank))
+
+    # ---- making trees ----
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]]) -> TokenTree:
+        """Build from rank paths (the root is implied), in the order (length, then value) of Medusa's buffers.
+
+        Raises:
+            TreeError: when a path's prefix is missing, or a path is empty or repeated.
+        """
+        ordered = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda p: (len(p), p))
+        index: dict[NodePath, int] = {(): 0}
+        parents, ranks = [-1], [0]
+        for path in ordered:
+            if path in index:
+                raise TreeError(f"tree: path {list(path)} is {'repeated' if path else 'empty'}.")
+            if path[:-1] not in index:
+                raise TreeError(f"tree: path {list(path)} needs its prefix {list(path[:-1])}, which is missing.")
+            index[path] = len(parents)
+            parents.append(index[path[:-1]])
+            ranks.append(path[-1])
+        return cls(tuple(parents), tuple(ranks))
+
+    @classmethod
+    def chain(cls, length: int) -> TokenTree:
+        """The root followed by `length` best guesses, one below the other."""
+        return cls(tuple(range(-1, length)), (0,) * (length + 1))
+
+    @classmethod
+    def named(cls, name: str) -> TokenTree:
+        """A public tree by name (see `tree_names`), or `chain-N`.
+
+        Raises:
+            TreeError: for an unknown name.
+        """
+        if name.startswith("chain-") and name[6:].isdigit():
+            return cls.chain(int(name[6:]))
+        trees = _named_trees()
+        if name not in trees:
+            raise TreeError(f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, or a JSON file.")
+        return cls.from_paths(trees[name])
+
+    @classmethod
+    def load(cls, path: Path) -> TokenTree:
+        """Read a JSON file: a list of rank paths, or {"paths": [...]}.
+
+        Raises:
+            TreeError: when the file is not such JSON or not a tree.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise TreeError(f"{path}: not a tree file ({error}); expected a JSON list of rank paths.") from error
+
+    @classmethod
+    def from_json(cls, data: object) -> TokenTree:
+        """The inverse of `to_json`; also takes a bare list of paths."""
+        paths = data.get("paths") if isinstance(data, dict) else data
+        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+            raise TreeError("tree: expected a JSON list of rank paths, such as [[0], [1], [0, 0]].")
+        return cls.from_paths(paths)
+
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """JSON form: the rank path of every node but the root."""
+        return {"paths": [list(path) for path in self.paths[1:]]}
+
+    # ---- reading trees ----
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenTree) and (self.parents, self.ranks) == (other.parents, other.ranks)
+
+    def __hash__(self) -> int:
+        return hash((self.parents, self.ranks))
+
+    @cached_property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """int64 [N]: 0 for the root, else one more than the parent's."""
+        depths = np.zeros(len(self), np.int64)
+        for node in range(1, len(self)):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    @cached_property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """bool [N,N]: `[i,j]` when node j is node i or one of its ancestors."""
+        mask = np.eye(len(self), dtype=np.bool_)
+        for node in range(1, len(self)):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of each node, in node order."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node in range(1, len(self)):
+            children[self.parents[node]].append(node)
+        return tuple(tuple(nodes) for nodes in children)
+
+    @cached_property
+    def paths(self) -> tuple[NodePath, ...]:
+        """Rank path of each node; the root's is empty."""
+        paths: list[NodePath] = [()]
+        for node in range(1, len(self)):
+            paths.append((*paths[self.parents[node]], self.ranks[node]))
+        return tuple(paths)
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.depths.max())
+
+    def ancestry(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    @cached_property
+    def retrieve_rows(self) -> npt.NDArray[np.int64]:
+        """int64 [leaves, max_depth + 1]: the nodes of each root-to-leaf path, padded with -1.
+
+        Rows in Medusa's order: last node first (`generate_medusa_buffers`). The pad is -1, which no node can
+        match; Medusa's own pad is token 0, which a model may really predict.
+        """
+        leaves = [node for node in reversed(range(len(self))) if not self.children[node]]
+        rows = np.full((len(leaves), self.max_depth + 1), -1, np.int64)
+        for row, leaf in zip(rows, leaves, strict=True):
+            nodes = self.ancestry(leaf)
+            row[: len(nodes)] = nodes
+        return rows
+
+    # ---- changing trees ----
+
+    def keep(self, nodes: Sequence[int]) -> TokenTree:
+        """The sub-tree of `nodes` (ascending, root included, prefix-closed), renumbered."""
+        new = {old: index for index, old in enumerate(nodes)}
+        try:
+            parents = (-1, *(new[self.parents[node]] for node in nodes[1:]))
+        except KeyError as error:
+            raise TreeError(f"tree: node {error} is the parent of a kept node and must be kept too.") from None
+        return TokenTree(parents, tuple(self.ranks[node] for node in nodes))
+
+    def prune(self, max_nodes: int | None = None, max_depth: int | None = None) -> TokenTree:
+        """At most `max_nodes` nodes (the first ones), none deeper than `max_depth`; the root always stays.
+
+        Used near the end of the cache and of the answer. Returns `self` when nothing has to go.
+        """
+        nodes = [node for node in range(len(self)) if max_depth is None or self.depths[node] <= max(max_depth, 0)]
+        if max_nodes is not None:
+            nodes = nodes[: max(max_nodes, 1)]
+        return self if len(nodes) == len(self) else self.keep(nodes)
+
+    # ---- showing trees ----
+
+    def draw(self, label: Callable[[int], str] | None = None) -> str:
+        """A text drawing, one node a line; `label(node)` defaults to the node's rank."""
+        label = label or (lambda node: str(self.ranks[node]) if node else "root")
+        lines = [label(0)]
+
+        def walk(node: int, indent: str) -> None:
+            for child in self.children[node]:
+                last = child == self.children[node][-1]
+                lines.append(f"{indent}{'└─' if last else '├─'} {label(child)}")
+                walk(child, indent + ("   " if last else "│  "))
+
+        walk(0, "")
+        return "\n".join(lines)
+
+
+def _named_trees() -> dict[str, list[list[int]]]:
+    """Named trees as rank paths. The file writes a path as a string of one digit per rank."""
+    data = json.loads(NAMED_TREES_FILE.read_text("utf-8"))
+    return {name: [[int(digit) for digit in path] for path in paths.split()] for name, paths in data["trees"].items()}
+
+
+def tree_names() -> list[str]:
+    """Names `TokenTree.named` knows, apart from `chain-N`."""
+    return sorted(_named_trees())
