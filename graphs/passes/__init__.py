@@ -1,0 +1,54 @@
+"""ONNX-to-ONNX passes, one per file, and the order in which a freshly traced target goes through them.
+
+Each pass says which graphs it accepts, changes the model in place and reports whether it did anything.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from speccompile.graphs.passes.cancel_layout import CancelLayout
+from speccompile.graphs.passes.derive_gqa_inputs import DeriveGqaInputs
+from speccompile.graphs.passes.fold_weights import FoldWeights
+from speccompile.graphs.passes.fuse_parallel_matmuls import FuseParallelMatMuls
+from speccompile.graphs.passes.fuse_skip_norm import FuseSkipNorm
+from speccompile.graphs.passes.pack_qkv import PackQkv
+from speccompile.graphs.passes.rotary_into_gqa import RotaryIntoGqa
+
+
+def clean(model: ir.Model) -> None:
+    """Drop what nothing reads: identities, repeated subexpressions, dead nodes, unused initializers and opsets."""
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.IdentityEliminationPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.RemoveUnusedOpsetsPass()(model)
+
+
+def finish_gqa_target(model: ir.Model) -> None:
+    """Turn a target fresh from `graphs.target.trace_gqa` into a graph on the contract, fused for ONNX Runtime."""
+    clean(model)
+    CancelLayout()(model)
+    FuseParallelMatMuls()(model)
+    FoldWeights()(model)
+    RotaryIntoGqa()(model)
+    common.RemoveUnusedNodesPass()(model)  # the rotation chains still read the parts of the Split
+    PackQkv()(model)
+    FuseSkipNorm()(model)
+    DeriveGqaInputs()(model)
+    clean(model)
+    common.ClearMetadataAndDocStringPass()(model)
+
+
+__all__ = [
+    "CancelLayout",
+    "DeriveGqaInputs",
+    "FoldWeights",
+    "FuseParallelMatMuls",
+    "FuseSkipNorm",
+    "PackQkv",
+    "RotaryIntoGqa",
+    "clean",
+    "finish_gqa_target",
+]

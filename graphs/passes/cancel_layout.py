@@ -1,0 +1,51 @@
+"""Remove Reshape and Transpose nodes that undo each other."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from speccompile.graphs.passes.matching import producer, same_shape
+
+
+class CancelLayout(ir.passes.InPlacePass):
+    """Three rules, to a fixed point, on graphs whose values carry (symbolic) shapes:
+
+    1. Transpose of a Transpose whose permutations compose to the identity: use the source;
+    2. Reshape of a Reshape: read the first one's source, since elements keep their order;
+    3. Reshape whose output shape equals its input shape: use the input.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        while self._sweep(model.graph):
+            modified = True
+        return ir.passes.PassResult(model, modified)
+
+    def _sweep(self, graph: ir.Graph) -> bool:
+        modified = False
+        for node in list(graph):
+            if node.op_type == "Transpose" and (inner := producer(node.inputs[0], "Transpose")):
+                outer_order, inner_order = _order(node), _order(inner)
+                if outer_order and inner_order and [inner_order[axis] for axis in outer_order] == sorted(inner_order):
+                    modified |= _bypass(graph, node, inner.inputs[0])
+            elif node.op_type == "Reshape" and not node.outputs[0].is_graph_output():
+                if inner := producer(node.inputs[0], "Reshape"):
+                    node.replace_input_with(0, inner.inputs[0])
+                    modified = True
+                source = node.inputs[0]
+                if source is not None and same_shape(source, node.outputs[0]):
+                    modified |= _bypass(graph, node, source)
+        return modified
+
+
+def _order(node: ir.Node) -> list[int]:
+    attribute = node.attributes.get("perm")
+    return list(attribute.as_ints()) if attribute else []
+
+
+def _bypass(graph: ir.Graph, node: ir.Node, source: ir.Value | None) -> bool:
+    if source is None or node.outputs[0].is_graph_output():
+        return False
+    ir.convenience.replace_all_uses_with(node.outputs[0], source)
+    graph.remove(node, safe=True)
+    return True

@@ -1,0 +1,103 @@
+"""Compute what GroupQueryAttention wants (lengths, additive masks) from the contract's inputs, inside the graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from speccompile.graphs import contract
+from speccompile.graphs.passes.matching import number
+from speccompile.graphs.target import SEQLENS_K, TOTAL_LENGTH, bias_name
+
+
+class DeriveGqaInputs(ir.passes.InPlacePass):
+    """Accepts a graph with inputs seqlens_k, total_sequence_length and attention_bias[_window_W].
+
+    They are replaced by nodes over `tree_mask` and `past_length`, which become inputs:
+
+        total   = max(past_length) + T
+        seqlens = past_length + T - 1
+        visible = [everything committed | tree_mask]                        [B,T,total]
+        bias    = 0 where visible (and q - k < W in windowed layers), else the lowest finite number
+
+    Positions in the window test are: slot number for committed tokens, position_ids for new ones. A row's slots
+    behind its own length are hidden by the operator itself, through seqlens. With B > 1 the operator takes T = 1
+    only, where every row's new token sits at its own past length, so the largest position per column serves all.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        inputs = {value.name: value for value in graph.inputs}
+        if SEQLENS_K not in inputs:
+            return ir.passes.PassResult(model, False)
+        ids, positions = inputs[contract.INPUT_IDS], inputs[contract.POSITION_IDS]
+        assert ids.shape is not None
+        batch, tokens = ids.shape[0], ids.shape[1]
+        tree_mask = ir.Value(
+            name=contract.TREE_MASK, shape=ir.Shape([batch, tokens, tokens]), type=ir.TensorType(ir.DataType.BOOL)
+        )
+        past = ir.Value(name=contract.PAST_LENGTH, shape=ir.Shape([batch]), type=ir.TensorType(ir.DataType.INT64))
+        build = _Builder(graph)
+
+        count = build("Shape", ids, start=1, end=2)  # [1]: T
+        rows = build("Shape", ids, start=0, end=1)  # [1]: B
+        longest = build("ReduceMax", past, build.ints("axis_0", [0]), keepdims=1)  # [1]
+        total = build("Add", longest, count)
+        one = build.ints("one_row", [1])
+        seqlens = build("Cast", build("Sub", build("Add", past, count), one), to=ir.DataType.INT32.value)
+        scalar_total = build("Squeeze", build("Cast", total, to=ir.DataType.INT32.value), build.ints("axis_0", [0]))
+        committed = build("Expand", build.constant("true", [[[True]]], np.bool_), build("Concat", rows, count, longest, axis=0))
+        visible = build("Concat", committed, tree_mask, axis=-1)
+
+        replaced = {SEQLENS_K: seqlens, TOTAL_LENGTH: scalar_total}
+        for name, value in inputs.items():
+            if name and name.startswith("attention_bias"):
+                window = None if name == bias_name(None) else int(name.rsplit("_", 1)[1])
+                seen = visible if window is None else self._in_window(build, visible, positions, longest, window)
+                assert value.dtype is not None
+                dtype = value.dtype.numpy()
+                bias = build(
+                    "Where",
+                    build("Unsqueeze", seen, build.ints("axis_1", [1])),
+                    build.constant("seen", 0, dtype),
+                    build.constant("hidden_from", np.finfo(dtype).min, dtype),
+                )
+                replaced[name] = bias
+        for name, value in replaced.items():
+            ir.convenience.replace_all_uses_with(inputs[name], value)
+        kept = [value for value in graph.inputs if value.name not in replaced]
+        order = {name: index for index, name in enumerate(contract.TARGET_INPUTS)}
+        kept = sorted([*kept, tree_mask, past], key=lambda value: order.get(str(value.name), len(order)))
+        graph.inputs.clear()
+        graph.inputs.extend(kept)
+        first = next(iter(graph))
+        graph.insert_before(first, build.nodes)
+        return ir.passes.PassResult(model, True)
+
+    def _in_window(self, build: _Builder, visible: ir.Value, positions: ir.Value, longest: ir.Value, window: int) -> ir.Value:
+        zero = build.constant("zero", 0, np.int64)
+        slots = build("Range", zero, build("Squeeze", longest, build.ints("axis_0", [0])), build.constant("one", 1, np.int64))
+        new = build("ReduceMax", positions, build.ints("axis_0", [0]), keepdims=0)
+        keys = build("Concat", slots, new, axis=0)
+        distance = build("Sub", build("Unsqueeze", positions, build.ints("axis_2", [2])), keys)
+        near = build("Less", distance, build.constant(f"window_{window}", window, np.int64))
+        return build("And", visible, near)
+
+
+class _Builder:
+    """Collects nodes; each call makes one and returns its output."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph, self.nodes = graph, list[ir.Node]()
+
+    def __call__(self, op_type: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
+        node = ir.node(op_type, list(inputs), attributes)
+        node.outputs[0].name = f"mask.{op_type.lower()}_{len(self.nodes)}"
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def ints(self, name: str, values: list[int]) -> ir.Value:
+        return number(self.graph, f"mask.{name}", values)
+
+    def constant(self, name: str, value: object, dtype: type) -> ir.Value:
+        return number(self.graph, f"mask.{name}", value, dtype)  # type: ignore[arg-type]

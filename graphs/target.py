@@ -1,0 +1,236 @@
+"""The target model as a module on the graph contract, and its trace into an ONNX graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from speccompile.graphs import contract
+from speccompile.graphs.attention import (
+    AttentionLayer,
+    PassThroughCache,
+    Trace,
+    foreign_attention,
+    gqa_attention,
+    survey_attention,
+)
+from speccompile.graphs.errors import TraceError
+from speccompile.graphs.single_ops import RotaryTables, emit_rms_norm, emit_rotary, half_table, record_rotary
+
+OPSET = 23
+SEQLENS_K = "seqlens_k"
+TOTAL_LENGTH = "total_sequence_length"
+
+# Rope types whose table changes with the length of the text, so that no graph can hold it.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def bias_name(window: int | None) -> str:
+    """Trace-time input that carries the additive mask of the layers with this window; a pass derives it later."""
+    return "attention_bias" if window is None else f"attention_bias_window_{window}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one eager pass over a model tells about it.
+
+    Args:
+        layers: its attention layers, in the order in which they run.
+        rotary: its rotary tables, for positions 0 .. max_length-1.
+        max_length: positions the graph is made for.
+        width: feature width F of the post-norm hidden state.
+        vocab_size: rows of the lm_head.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    rotary: RotaryTables
+    max_length: int
+    width: int
+    vocab_size: int
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Distinct windows, full attention first."""
+        windows = {layer.window for layer in self.layers}
+        return sorted(windows, key=lambda window: -1 if window is None else window)
+
+
+def survey(model: nn.Module, max_length: int) -> Survey:
+    """Run `model` once, eagerly, on two tokens and write down what its attention layers need.
+
+    Raises:
+        TraceError: for a model that cannot be traced faithfully, naming the reason.
+    """
+    _refuse_by_config(model)
+    trace, rotary = Trace(), RotaryTables()
+    module = TargetModule(model, trace, None)
+    with torch.no_grad(), foreign_attention(model, survey_attention(trace)), record_rotary(model, max_length, rotary):
+        logits, hidden = module.run_model(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None, None)
+    name, expected = type(model).__name__, model.config.get_text_config().num_hidden_layers
+    if len(trace.layers) != expected:
+        raise TraceError(
+            f"{name}: {len(trace.layers)} of {expected} layers use replaceable attention; state-space, hybrid and "
+            "shared-cache architectures are not supported."
+        )
+    if len({(layer.kv_heads, layer.head_dim) for layer in trace.layers}) != 1:
+        raise TraceError(f"{name}: layers differ in key/value heads or head size; one cache shape is needed for all.")
+    return Survey(tuple(trace.layers), rotary, max_length, hidden.shape[-1], logits.shape[-1])
+
+
+def _refuse_by_config(model: nn.Module) -> None:
+    config, name = model.config.get_text_config(), type(model).__name__
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = rope if all(isinstance(value, dict) for value in rope.values()) else {"": rope}
+    for parameters in nested.values():
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            raise TraceError(
+                f"{name}: rope type '{parameters['rope_type']}' changes with the length of the text and cannot be "
+                f"held in one graph; supported are default, linear, llama3, yarn and other fixed types."
+            )
+    if getattr(config, "attention_chunk_size", None):
+        raise TraceError(f"{name}: chunked attention (attention_chunk_size {config.attention_chunk_size}) is not supported.")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TraceError(f"{name}: encoder-decoder models are not supported; give a causal language model.")
+
+
+class TargetModule(nn.Module):
+    """`model` on the graph contract, with the `gqa` dialect's derived inputs still explicit.
+
+    A pass (`passes.derive_gqa_inputs`) later replaces seqlens_k, total_sequence_length and the biases, whose
+    shapes depend on data, by nodes that compute them from the contract's own inputs.
+    """
+
+    def __init__(self, model: nn.Module, trace: Trace, survey: Survey | None, with_hidden: bool = True) -> None:
+        super().__init__()
+        self.model, self.trace, self.survey, self.with_hidden = model, trace, survey, with_hidden
+        parameters = inspect.signature(model.forward).parameters
+        if model.get_output_embeddings() is None:
+            raise TraceError(f"{type(model).__name__}: no output embedding (lm_head) found; give a causal language model.")
+        if "position_ids" not in parameters:
+            raise TraceError(f"{type(model).__name__}: forward() takes no position_ids; tree positions cannot be given to it.")
+        for index, (cos, sin) in enumerate(survey.rotary.tables if survey else ()):
+            self.register_buffer(f"cos_{index}", half_table(cos), persistent=False)
+            self.register_buffer(f"sin_{index}", half_table(sin), persistent=False)
+
+    def rotary(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Table `index` and this trace's positions, for `emit_rotary`."""
+        assert self.trace.position_ids is not None
+        return getattr(self, f"cos_{index}"), getattr(self, f"sin_{index}"), self.trace.position_ids
+
+    def run_model(
+        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The whole model (soft-caps and logit scaling live outside the inner one): logits [B,R,V], hidden [B,T,F]."""
+        seen: list[Tensor] = []
+        hooks = [self.model.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))]
+        if rows is not None:
+            head = self.model.get_output_embeddings()
+            hooks.append(head.register_forward_pre_hook(lambda _module, args: (args[0].index_select(1, rows), *args[1:])))
+        try:
+            out = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                attention_mask=mask,
+                past_key_values=PassThroughCache(),
+                use_cache=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return out.logits, seen[0]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logit_rows: Tensor,
+        seqlens_k: Tensor,
+        total: Tensor,
+        biases: Sequence[Tensor],
+        past: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        assert self.survey is not None
+        trace = self.trace
+        trace.past = list(zip(past[0::2], past[1::2], strict=True))
+        trace.biases = dict(zip(self.survey.windows, biases, strict=True))
+        trace.seqlens_k, trace.total, trace.position_ids = seqlens_k, total, position_ids
+        trace.layers, trace.present = [], []
+        logits, hidden = self.run_model(input_ids, position_ids, biases[0], logit_rows)
+        logits = logits.float()
+        features = (hidden.float(),) if self.with_hidden else ()
+        return (logits.argmax(-1), logits, *features, *trace.present)
+
+
+def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
+    """Trace `model` into the `gqa` dialect; the graph still has the derived inputs (see `TargetModule`).
+
+    Sizes are >= 2 in the example because torch.export specialises 0 and 1.
+    """
+    batch, tokens, past, capacity, rows = 1, 5, 7, 64, 3
+    layers = survey.layers
+    shape = (batch, layers[0].kv_heads, capacity, layers[0].head_dim)
+    dtype = next(model.parameters()).dtype
+    example = (
+        torch.zeros(batch, tokens, dtype=torch.long),
+        torch.arange(tokens)[None],
+        torch.arange(rows),
+        torch.full((batch,), past + tokens - 1, dtype=torch.int32),
+        torch.tensor(past + tokens, dtype=torch.int32),
+        [torch.zeros(batch, 1, tokens, past + tokens, dtype=dtype) for _ in survey.windows],
+        [torch.zeros(shape, dtype=dtype) for _ in range(2 * len(layers))],
+    )
+    any_batch, any_tokens = Dim("B", min=1, max=4096), Dim("T", min=1, max=65536)
+    any_total, any_capacity, any_rows = Dim("S", min=1, max=1 << 20), Dim("C", min=1, max=1 << 20), Dim("R", min=1, max=65536)
+    example = tuple(_widen_batch(value) for value in example)  # type: ignore[assignment]
+    dynamic = (
+        {0: any_batch, 1: any_tokens},
+        {0: any_batch, 1: any_tokens},
+        {0: any_rows},
+        {0: any_batch},
+        None,
+        [{0: any_batch, 2: any_tokens, 3: any_total} for _ in survey.windows],
+        [{0: any_batch, 2: any_capacity} for _ in range(2 * len(layers))],
+    )
+    trace = Trace()
+    module = TargetModule(model, trace, survey, with_hidden).eval()
+    outputs = [contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(foreign_attention(model, gqa_attention(trace)))
+        stack.enter_context(emit_rotary(model, survey.rotary, module.rotary))
+        stack.enter_context(emit_rms_norm(model))
+        program = torch.onnx.export(
+            module,
+            example,
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[
+                contract.INPUT_IDS,
+                contract.POSITION_IDS,
+                contract.LOGIT_ROWS,
+                SEQLENS_K,
+                TOTAL_LENGTH,
+                *(bias_name(window) for window in survey.windows),
+                *contract.past_names(len(layers)),
+            ],
+            output_names=outputs + contract.present_names(len(layers)),
+            dynamic_shapes=dynamic,
+            verbose=False,
+            optimize=False,
+        )
+    return program.model
+
+
+def _widen_batch(value: Any) -> Any:
+    """Repeat an example's batch axis (size 1) to 2, so that torch.export keeps it dynamic."""
+    if isinstance(value, list):
+        return [_widen_batch(item) for item in value]
+    return value.repeat(2, *[1] * (value.ndim - 1)) if value.ndim and value.shape[0] == 1 else value

@@ -1,0 +1,1 @@
+"""What runs graphs. One module per library, imported only when a bundle asks for it."""

@@ -1,0 +1,240 @@
+"""ONNX Runtime: loaded graphs, and the key/value cache of one sequence bound to them in place.
+
+Past and present of every layer are bound to one numpy buffer, so that a step writes its rows where they stay.
+Bindings are made once per shape (tokens, rows) and reused: a step fills input buffers and runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from speccompile.graphs import contract
+from speccompile.graphs.errors import BundleError, GenerationError
+
+CPU_PROVIDER = "CPUExecutionProvider"
+KEPT_BINDINGS = 16
+
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+
+Array = npt.NDArray[Any]
+
+
+def open_session(
+    path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True
+) -> ort.InferenceSession:
+    """Load a graph.
+
+    Args:
+        threads: intra-op threads; None takes the cores this process may use. Never left to ONNX Runtime, whose
+            own choice ignores affinity and containers.
+        provider: execution provider; None is the CPU.
+        spin: whether idle threads busy-wait. False for a drafter: two spinning pools on a small machine fight.
+
+    Raises:
+        BundleError: when the provider is missing or the file cannot be loaded.
+    """
+    provider = provider or CPU_PROVIDER
+    if provider not in ort.get_available_providers():
+        raise BundleError(
+            f"provider '{provider}' is not in this onnxruntime; available: {', '.join(ort.get_available_providers())}."
+        )
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or available_cores()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    try:
+        return ort.InferenceSession(str(path), options, providers=[provider])
+    except Exception as error:  # onnxruntime's own exceptions share no public base class
+        raise BundleError(f"{path}: onnxruntime cannot load this graph ({_first_line(error)}).") from error
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one call of a target leaves: views into buffers that the next call of the same shape overwrites.
+
+    Args:
+        next_ids: int64 [B,R].
+        logits: float32 [B,R,V].
+        hidden: float32 [B,T,F], or None when the graph does not give it.
+    """
+
+    next_ids: npt.NDArray[np.int64]
+    logits: npt.NDArray[np.float32]
+    hidden: npt.NDArray[np.float32] | None
+
+
+class OrtTarget:
+    """A target (or draft) model on the graph contract. Weights live here, once; each sequence opens its own cache."""
+
+    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True) -> None:
+        self.session = open_session(path, threads, provider, spin)
+        inputs = {value.name: value for value in self.session.get_inputs()}
+        self.outputs = {value.name: value for value in self.session.get_outputs()}
+        self.layers = sum(name.startswith("past_key_values.") for name in inputs) // 2
+        expected = [*contract.TARGET_INPUTS, *contract.past_names(self.layers)]
+        if not self.layers or set(inputs) != set(expected):
+            odd = sorted(set(inputs) ^ set(expected))
+            raise BundleError(f"{path}: inputs {odd} differ from the graph contract; rebuild the bundle.")
+        first = inputs[contract.past_names(self.layers)[0]]
+        self.kv_heads, self.head_dim = int(first.shape[1]), int(first.shape[3])
+        self.kv_dtype = _DTYPES[first.type]
+        self.vocab_size = int(self.outputs[contract.LOGITS].shape[-1])
+        self.width = int(self.outputs[contract.HIDDEN].shape[-1]) if contract.HIDDEN in self.outputs else None
+
+    def open(self, capacity: int, batch: int = 1) -> OrtCache:
+        """A fresh, empty cache of `capacity` tokens for `batch` rows."""
+        return OrtCache(self, capacity, batch)
+
+    def cache_bytes(self, capacity: int, batch: int = 1) -> int:
+        """Size of such a cache; pages not written yet cost nothing on Linux."""
+        return 2 * self.layers * batch * self.kv_heads * capacity * self.head_dim * np.dtype(self.kv_dtype).itemsize
+
+
+class OrtCache:
+    """Keys and values of one sequence (or of one batch of rows), and the bindings that let the target use them.
+
+    `buffer` is [2 * layers, B, Hkv, C, D]: layer by layer, key before value, so that a commit is one numpy move.
+    """
+
+    def __init__(self, target: OrtTarget, capacity: int, batch: int) -> None:
+        self.target, self.capacity, self.batch = target, capacity, batch
+        self.length = 0
+        shape = (2 * target.layers, batch, target.kv_heads, capacity, target.head_dim)
+        self.buffer = np.zeros(shape, target.kv_dtype)
+        self._values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
+        self._bindings: OrderedDict[tuple[int, int], _Binding] = OrderedDict()
+
+    def run(
+        self,
+        input_ids: Array,
+        position_ids: Array,
+        tree_mask: Array,
+        logit_rows: Array,
+        past_length: Array | None = None,
+    ) -> StepOutput:
+        """One call of the target; rows are written behind `past_length` (default: this cache's length) but not
+        committed. Shapes as in `graphs.contract`; a [T] or [T,T] argument stands for batch 1.
+
+        Raises:
+            GenerationError: when the new rows would not fit the cache.
+        """
+        past = np.array([self.length] * self.batch) if past_length is None else past_length
+        tokens = input_ids.shape[-1]
+        if int(past.max()) + tokens > self.capacity:
+            raise GenerationError(
+                f"cache: {tokens} new tokens behind {int(past.max())} do not fit its capacity of {self.capacity}."
+            )
+        binding = self._binding(tokens, len(logit_rows))
+        binding.fill(input_ids, position_ids, tree_mask, past, logit_rows)
+        self.target.session.run_with_iobinding(binding.io)
+        return binding.output
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keep the rows `nodes` (ascending, relative to the current length) of the last call, in this order, and
+        advance the length. A path that is the first rows costs no move."""
+        moved = next((index for index, node in enumerate(nodes) if index != node), len(nodes))
+        if moved < len(nodes):
+            source = [self.length + node for node in nodes[moved:]]
+            self.buffer[:, :, :, self.length + moved : self.length + len(nodes)] = self.buffer[:, :, :, source]
+        self.length += len(nodes)
+
+    def truncate(self, length: int) -> None:
+        """Forget everything behind `length`; the rows are simply overwritten later."""
+        assert 0 <= length <= self.length
+        self.length = length
+
+    def _binding(self, tokens: int, rows: int) -> _Binding:
+        key = (tokens, rows)
+        if key not in self._bindings:
+            self._bindings[key] = _Binding(self.target, self._values, self.batch, tokens, rows)
+            if len(self._bindings) > KEPT_BINDINGS:
+                self._bindings.popitem(last=False)
+        self._bindings.move_to_end(key)
+        return self._bindings[key]
+
+
+class _Binding:
+    """Buffers and IOBinding for one shape of call."""
+
+    def __init__(self, target: OrtTarget, cache: list[ort.OrtValue], batch: int, tokens: int, rows: int) -> None:
+        self.io = target.session.io_binding()
+        self.inputs = {
+            contract.INPUT_IDS: np.zeros((batch, tokens), np.int64),
+            contract.POSITION_IDS: np.zeros((batch, tokens), np.int64),
+            contract.TREE_MASK: np.zeros((batch, tokens, tokens), np.bool_),
+            contract.PAST_LENGTH: np.zeros((batch,), np.int64),
+            contract.LOGIT_ROWS: np.zeros((rows,), np.int64),
+        }
+        outputs: dict[str, Array] = {
+            contract.NEXT_IDS: np.zeros((batch, rows), np.int64),
+            contract.LOGITS: np.zeros((batch, rows, target.vocab_size), np.float32),
+        }
+        if target.width:
+            outputs[contract.HIDDEN] = np.zeros((batch, tokens, target.width), np.float32)
+        self._kept = _bind(self.io, self.inputs, outputs)
+        names = zip(contract.past_names(target.layers), contract.present_names(target.layers), cache, strict=True)
+        for past, present, value in names:
+            self.io.bind_ortvalue_input(past, value)
+            self.io.bind_ortvalue_output(present, value)
+        self.output = StepOutput(outputs[contract.NEXT_IDS], outputs[contract.LOGITS], outputs.get(contract.HIDDEN))
+
+    def fill(self, ids: Array, positions: Array, mask: Array, past: Array, rows: Array) -> None:
+        for name, value in zip(contract.TARGET_INPUTS, (ids, positions, mask, past, rows), strict=True):
+            self.inputs[name][...] = value
+
+
+class OrtHeads:
+    """A Medusa heads graph: one feature row in, the best tokens of each head out."""
+
+    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None) -> None:
+        self.session = open_session(path, threads, provider, spin=False)
+        hidden = self.session.get_inputs()[0]
+        ids = next(value for value in self.session.get_outputs() if value.name == contract.TOPK_IDS)
+        self.width, self.heads, self.top_k = int(hidden.shape[-1]), int(ids.shape[2]), int(ids.shape[3])
+        self.io = self.session.io_binding()
+        self.hidden = np.zeros((1, 1, self.width), np.float32)
+        shape = (1, 1, self.heads, self.top_k)
+        self.ids, self.logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        outputs = {contract.TOPK_IDS: self.ids, contract.TOPK_LOGPROBS: self.logprobs}
+        self._kept = _bind(self.io, {contract.HIDDEN: self.hidden}, outputs)
+
+    def run(self, hidden: Array) -> tuple[Array, Array]:
+        """hidden float32 [F] -> (ids int64 [heads,K], logprobs float32 [heads,K]), views overwritten by the next call."""
+        self.hidden[0, 0] = hidden
+        self.session.run_with_iobinding(self.io)
+        return self.ids[0, 0], self.logprobs[0, 0]
+
+
+def _bind(io: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> list[ort.OrtValue]:
+    """Bind numpy buffers by reference; the returned values must outlive the binding."""
+    kept = []
+    for bind, arrays in ((io.bind_ortvalue_input, inputs), (io.bind_ortvalue_output, outputs)):
+        for name, array in arrays.items():
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+            bind(name, value)
+            kept.append(value)
+    return kept
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""What proposes trees. One module per drafting method."""

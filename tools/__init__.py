@@ -1,0 +1,1 @@
+"""Training heads, benchmarks, the model zoo, scripts: whatever uses both the compiler and the runtime."""
