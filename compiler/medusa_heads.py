@@ -244,7 +244,7 @@ def reduce_vocabulary(
     """Heads that draft only `token_ids` (target ids) of a target with `vocab_size` tokens.
 
     Rows of own matrices are selected here; the target's lm_head is left to `MedusaModule`, which gathers its
-    rows. Ids are kept in ascending order, so that of equal logits the lowest target id comes first, as in argmax.
+    rows. Ids are kept in ascending order: of equal logits the lowest target id comes first, as in argmax.
 
     Raises:
         CheckpointError: when an id is repeated, outside the vocabulary, or not in the heads' present one.
@@ -355,8 +355,8 @@ def read_heads(path: Path) -> MedusaHeads:
         token_map=token_map,
         layout="vLLM" if vllm else by_prefix[prefix],
         config_heads=_config_counts(config)[0],
-        target_fingerprint=config.get("target_fingerprint"),
-        base_model=config.get("base_model_name_or_path"),
+        target_fingerprint=_config_text(file, config, "target_fingerprint"),
+        base_model=_config_text(file, config, "base_model_name_or_path"),
         source=str(file),
     )
 
@@ -441,6 +441,8 @@ def _select_rows(file: Path, matrix: torch.Tensor, token_map: torch.Tensor) -> t
 def _float32(file: Path, key: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         raise CheckpointError(f"{file}: tensor '{key}' is {tensor.dtype}; quantised heads are not supported.")
+    if tensor.dim() == 0:
+        raise CheckpointError(f"{file}: tensor '{key}' is a single number; expected a matrix or a vector.")
     # A copy: the tensor may be a view of a memory-mapped file that is replaced while we hold it.
     return tensor.detach().to(torch.float32, copy=True)
 
@@ -470,6 +472,13 @@ def _config_counts(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
         counts.get("medusa_num_heads", counts.get("num_medusa_heads")),
         counts.get("medusa_num_layers", counts.get("num_medusa_layers")),
     )
+
+
+def _config_text(file: Path, config: Mapping[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, str):
+        raise CheckpointError(f"{file}: config.json has {value!r} as {key}; expected a string.")
+    return value
 
 
 def _check_config_counts(file: Path, config: Mapping[str, Any], heads: int, layers: int) -> None:

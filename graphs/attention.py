@@ -149,19 +149,23 @@ def gqa_attention(trace: Trace) -> Callable[..., tuple[Tensor, None]]:
 
 
 @contextmanager
-def foreign_attention(model: nn.Module, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+def foreign_attention(model: Any, attend: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
     """Run `model` with `attend` for attention and without transformers' own masks; undone on exit.
 
     Raises:
         TraceError: when the architecture does not let its attention be replaced.
     """
     name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        raise TraceError(f"{name}: this architecture does not honour transformers' AttentionInterface and cannot be traced.")
     AttentionInterface.register(ATTENTION_NAME, attend)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)
     before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+    except (ValueError, NotImplementedError, AttributeError) as error:
+        raise TraceError(
+            f"{name}: this architecture does not let its attention be replaced through transformers' "
+            f"AttentionInterface ({error}); it cannot be compiled."
+        ) from error
     try:
         yield
     finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import ExitStack
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +206,7 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
     outputs = [contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(_quiet_exporter())
         stack.enter_context(foreign_attention(model, gqa_attention(trace)))
         stack.enter_context(emit_rotary(model, survey.rotary, module.rotary))
         stack.enter_context(emit_rms_norm(model))
@@ -227,6 +230,20 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
             optimize=False,
         )
     return program.model
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Keep the exporter's notes on axis names and missing torchvision away from the user."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _widen_batch(value: Any) -> Any:

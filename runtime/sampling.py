@@ -120,8 +120,8 @@ def process(logits: FloatArray, context: Sequence[int], sampling: Sampling) -> F
     if not np.isfinite(peak):
         found = "all are -inf" if peak == -np.inf else f"{peak} at token {int(processed.argmax())}"
         raise GenerationError(
-            f"logits are not finite ({found}): the model overflowed, or logit_bias or the logits processor is "
-            "wrong; run `speccompile verify` on the bundle."
+            f"logits are not finite ({found}): the model overflowed, or logit_bias or processor is wrong; "
+            "run `speccompile verify` on the bundle."
         )
     return processed
 
@@ -171,15 +171,13 @@ def _keep_top_p(weights: npt.NDArray[np.float64], top_p: float) -> None:
 def draw(probabilities: npt.NDArray[np.float64], uniform: float) -> int:
     """The token at `uniform` (in [0, 1)) of the cumulative distribution; never one of probability zero."""
     cumulative = np.cumsum(probabilities)
-    # Scaled by the sum, which rounding leaves near 1. A token of probability zero spans nothing, so it is found
-    # only where the product rounds up to the sum itself.
+    # Scaled by the sum, which rounding leaves near 1. A token of probability zero spans nothing, so it could
+    # be found only where the product rounds up to the sum itself.
     token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     return token if token < len(probabilities) else int(np.flatnonzero(probabilities)[-1])
 
 
-def next_token(
-    logits: FloatArray, context: Sequence[int], sampling: Sampling, uniform: Callable[[], float]
-) -> int:
+def next_token(logits: FloatArray, context: Sequence[int], sampling: Sampling, uniform: Callable[[], float]) -> int:
     """Choose the token after `context`: the argmax when greedy, else one draw with one call of `uniform`."""
     if sampling.greedy:
         return int(process(logits, context, sampling).argmax())

@@ -7,7 +7,6 @@ Everything here gives what transformers gives for the same `tokenizer.json` and 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -24,8 +23,7 @@ from tokenizers import Tokenizer
 from speccompile.graphs.errors import BundleError, GenerationError
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (or not yet) UTF-8
-BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-CONTEXT_TOKENS = 16  # left context kept for decoding: well over the 4 bytes of a character
+CONTEXT_TOKENS = 8  # left context kept for decoding: well over the 4 bytes of a character
 
 
 class Text:
@@ -140,15 +138,15 @@ class Text:
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """Ids of the pieces <0x00> .. <0xFF> where the decoder turns them into bytes."""
-        decoder = json.loads(self.tokenizer.to_str()).get("decoder") or {}
-        if not any(step["type"] == "ByteFallback" for step in decoder.get("decoders", [decoder])):
+        decoder = json.loads(self.tokenizer.decoder.__getstate__()) if self.tokenizer.decoder else {}
+        if not any(step.get("type") == "ByteFallback" for step in decoder.get("decoders", [decoder])):
             return frozenset()
-        vocabulary = self.tokenizer.get_vocab()
-        return frozenset(vocabulary[piece] for piece in vocabulary if BYTE_PIECE.fullmatch(piece))
+        ids = (self.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's words: here no more than a scope."""
+    """`{% generation %} ... {% endgeneration %}`, which marks the assistant's words: here just a scope."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares a plain set)
 
@@ -166,9 +164,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Without the HTML escapes of jinja2's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -2,10 +2,10 @@
 #
 #   use_venv EXTRAS MODULE...   puts a Python with this checkout's speccompile[EXTRAS] first on PATH
 #
-# An active virtual environment is used as it is when it holds this checkout and the MODULEs. Otherwise other people's
-# packages are installed once into <cache>/venv-<key>, the key covering pyproject.toml down to its [tool] tables and the
-# Python version. The checkout's own .venv-speccompile sees them through a .pth file and holds nothing but the editable install, so
-# checkouts share the downloads without getting in each other's way.
+# An active virtual environment is used as it is when it holds this checkout and the MODULEs. Otherwise other
+# people's packages are installed once into <cache>/venv-<key>, the key covering the Python version and
+# pyproject.toml down to its [tool] tables. The checkout's own .venv-speccompile sees them through a .pth file and
+# holds nothing but the editable install, so checkouts share the downloads without getting in each other's way.
 
 CACHE=${SPECCOMPILE_CACHE:-$HOME/.cache/speccompile}
 TORCH=2.13.0
