@@ -130,12 +130,18 @@ class TargetModule(nn.Module):
     def run_model(
         self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The whole model (soft-caps and logit scaling live outside the inner one): logits [B,R,V], hidden [B,T,F]."""
+        """The whole model (soft-caps and logit scaling live outside the inner one).
+
+        Returns:
+            logits [B,R,V] of the wanted rows, and hidden [B,T,F]: what the lm_head reads, for every row.
+        """
         seen: list[Tensor] = []
-        hooks = [self.model.base_model.register_forward_hook(lambda _module, _args, out: seen.append(out[0]))]
-        if rows is not None:
-            head = self.model.get_output_embeddings()
-            hooks.append(head.register_forward_pre_hook(lambda _module, args: (args[0].index_select(1, rows), *args[1:])))
+
+        def keep_wanted(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            seen.append(args[0])
+            return args if rows is None else (args[0].index_select(1, rows), *args[1:])
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(keep_wanted)
         try:
             out = self.model(
                 input_ids=input_ids,
@@ -145,8 +151,7 @@ class TargetModule(nn.Module):
                 use_cache=True,
             )
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
         return out.logits, seen[0]
 
     def forward(
@@ -210,6 +215,7 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
         stack.enter_context(foreign_attention(model, gqa_attention(trace)))
         stack.enter_context(emit_rotary(model, survey.rotary, module.rotary))
         stack.enter_context(emit_rms_norm(model))
+        stack.enter_context(_dense_experts(model))
         program = torch.onnx.export(
             module,
             example,
@@ -230,6 +236,21 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
             optimize=False,
         )
     return program.model
+
+
+@contextmanager
+def _dense_experts(model: Any) -> Iterator[None]:
+    """Let a mixture of experts run as batched matmuls: its other forms depend on data or do not export."""
+    text = model.config.get_text_config()
+    if not any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        yield
+        return
+    before = model.config._experts_implementation
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class TokenTree:
         Raises:
             TreeError: for an unknown name.
         """
-        if name.startswith("chain-") and name[6:].isdigit():
+        if name.startswith("chain-") and name[6:].isdecimal():
             return cls.chain(int(name[6:]))
         trees = _named_trees()
         if name not in trees:
@@ -107,14 +107,18 @@ class TokenTree:
         """
         try:
             return cls.from_json(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise TreeError(f"{path}: not a tree file ({error}); expected a JSON list of rank paths.") from error
+        except TreeError as error:
+            raise TreeError(f"{path}: {error}") from error
 
     @classmethod
     def from_json(cls, data: object) -> TokenTree:
         """The inverse of `to_json`; also takes a bare list of paths."""
         paths = data.get("paths") if isinstance(data, dict) else data
-        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+        if not isinstance(paths, list) or not all(
+            isinstance(path, list) and all(type(rank) is int for rank in path) for path in paths
+        ):
             raise TreeError("tree: expected a JSON list of rank paths, such as [[0], [1], [0, 0]].")
         return cls.from_paths(paths)
 
@@ -195,6 +199,8 @@ class TokenTree:
 
     def keep(self, nodes: Sequence[int]) -> TokenTree:
         """The sub-tree of `nodes` (ascending, root included, prefix-closed), renumbered."""
+        if not len(nodes) or nodes[0] != 0:
+            raise TreeError(f"tree: kept nodes {list(nodes)} must start with the root, node 0.")
         new = {old: index for index, old in enumerate(nodes)}
         try:
             parents = (-1, *(new[self.parents[node]] for node in nodes[1:]))

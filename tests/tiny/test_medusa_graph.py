@@ -198,7 +198,7 @@ def test_refuses_what_cannot_work() -> None:
 
 
 def test_head_offset_on_a_periodic_sequence(tmp_path: Path) -> None:
-    """A text that repeats, features that say where in it we are, heads that turn by h+1: no guess may be wrong.
+    """A text that repeats, features that say where in it we are, heads that turn by h+1: all must be right.
 
     The feature at position t is one-hot in t mod P, the lm_head turns it into token t+1, and head h's block
     adds the feature h+1 places further, with more weight. Eleven heads, so that sorting keys as text shows.

@@ -527,5 +527,5 @@ def test_reduce_vocabulary_refuses(ids: list[int], message: str) -> None:
 
 
 def test_head_offset() -> None:
-    """The lm_head at position t gives token t+1, head 0 the one after it (MED: medusa/train/train_legacy.py)."""
+    """The lm_head at position t gives token t+1, head 0 the next (MED: medusa/train/train_legacy.py)."""
     assert [head_offset(head) for head in range(5)] == [2, 3, 4, 5, 6]
