@@ -146,6 +146,16 @@ class TokenTree:
         return depths
 
     @cached_property
+    def nodes(self) -> npt.NDArray[np.int64]:
+        """int64 [N]: every node, in order."""
+        return np.arange(len(self))
+
+    @cached_property
+    def rank_array(self) -> npt.NDArray[np.int64]:
+        """int64 [N]: `ranks`, for indexing."""
+        return np.array(self.ranks, np.int64)
+
+    @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
         """bool [N,N]: `[i,j]` when node j is node i or one of its ancestors."""
         mask = np.eye(len(self), dtype=np.bool_)
@@ -224,14 +234,12 @@ class TokenTree:
         """A text drawing, one node a line; `label(node)` defaults to the node's rank."""
         label = label or (lambda node: str(self.ranks[node]) if node else "root")
         lines = [label(0)]
-
-        def walk(node: int, indent: str) -> None:
-            for child in self.children[node]:
-                last = child == self.children[node][-1]
-                lines.append(f"{indent}{'└─' if last else '├─'} {label(child)}")
-                walk(child, indent + ("   " if last else "│  "))
-
-        walk(0, "")
+        waiting = [(child, "") for child in reversed(self.children[0])]
+        while waiting:  # depth first, with a stack of our own: chains may be long
+            node, indent = waiting.pop()
+            last = node == self.children[self.parents[node]][-1]
+            lines.append(f"{indent}{'└─' if last else '├─'} {label(node)}")
+            waiting += [(child, indent + ("   " if last else "│  ")) for child in reversed(self.children[node])]
         return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,7 @@ class OrtCache:
     def __init__(self, target: OrtTarget, capacity: int, batch: int) -> None:
         self.target, self.capacity, self.batch = target, capacity, batch
         self.length = 0
+        self.seconds = 0.0  # inside the backend, in the last call
         shape = (2 * target.layers, batch, target.kv_heads, capacity, target.head_dim)
         self.buffer = np.zeros(shape, target.kv_dtype)
         self._values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
@@ -146,7 +148,9 @@ class OrtCache:
             )
         binding = self._binding(tokens, len(logit_rows))
         binding.fill(input_ids, position_ids, tree_mask, past, logit_rows)
+        before = perf_counter()
         self.target.session.run_with_iobinding(binding.io)
+        self.seconds = perf_counter() - before
         return binding.output
 
     def commit(self, nodes: Sequence[int]) -> None:
@@ -211,6 +215,7 @@ class OrtHeads:
         hidden = self.session.get_inputs()[0]
         ids = next(value for value in self.session.get_outputs() if value.name == contract.TOPK_IDS)
         self.width, self.heads, self.top_k = int(hidden.shape[-1]), int(ids.shape[2]), int(ids.shape[3])
+        self.seconds = 0.0  # inside the backend, in the last call
         self.io = self.session.io_binding()
         self.hidden = np.zeros((1, 1, self.width), np.float32)
         shape = (1, 1, self.heads, self.top_k)
@@ -221,7 +226,9 @@ class OrtHeads:
     def run(self, hidden: Array) -> tuple[Array, Array]:
         """hidden float32 [F] -> (ids int64 [heads,K], logprobs float32 [heads,K]), views overwritten by the next call."""
         self.hidden[0, 0] = hidden
+        before = perf_counter()
         self.session.run_with_iobinding(self.io)
+        self.seconds = perf_counter() - before
         return self.ids[0, 0], self.logprobs[0, 0]
 
 

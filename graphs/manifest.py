@@ -1,0 +1,177 @@
+"""manifest.json: what a bundle holds and what was proved about it. Written by the compiler, read by the runtime.
+
+Version policy: `schema` is one number. A reader refuses any other number than its own; fields may be added to
+`proof`, `measured` and `versions` without a new number, because nothing decides on them.
+
+    schema 1   manifest.json
+               {"schema": 1, "method": "medusa" | "plain",
+                "target": {architecture, fingerprint, vocab_size, layers, kv_heads, head_dim, width, max_length},
+                "heads":  null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
+                "graphs": {"target": {file, dialect, opset, precision, nodes, traced_nodes}, "medusa": {...}},
+                "files":  {relative path: {sha256, bytes}},
+                "tokenizer": {vocab_size, special_tokens}, "eos_ids": [...],
+                "tree": {"name": ..., "paths": [[rank, ...], ...]},
+                "proof": {...}, "versions": {...}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from speccompile.graphs.errors import BundleError
+
+SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+METHODS = ("plain", "medusa")
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The target model: `width` is F, `max_length` the most tokens (prompt and answer) the graph can hold."""
+
+    architecture: str
+    fingerprint: str
+    vocab_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    max_length: int
+
+
+@dataclass(frozen=True)
+class HeadsInfo:
+    """Medusa heads: `target_fingerprint` is what they were trained for, None when their checkpoint does not say."""
+
+    fingerprint: str
+    layout: str
+    count: int
+    blocks: int
+    draft_vocabulary: int
+    top_k: int
+    target_fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class GraphInfo:
+    """One ONNX graph. `traced_nodes` is the count before fusing."""
+
+    file: str
+    dialect: str
+    opset: int
+    precision: str
+    nodes: int
+    traced_nodes: int
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """`special_tokens` are the strings a chat template may name (bos_token, eos_token, ...)."""
+
+    vocab_size: int
+    special_tokens: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module. `proof` and `versions` are for people: nothing is decided by them."""
+
+    schema: int
+    method: str
+    target: TargetInfo
+    heads: HeadsInfo | None
+    graphs: dict[str, GraphInfo]
+    files: dict[str, FileInfo]
+    tokenizer: TokenizerInfo
+    eos_ids: list[int]
+    tree: dict[str, Any]
+    proof: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object, source: str) -> Manifest:
+        """Check and read.
+
+        Args:
+            source: what errors call the file.
+
+        Raises:
+            BundleError: for another schema number, or a field that is missing or of the wrong kind.
+        """
+        if not isinstance(data, dict):
+            raise BundleError(f"{source}: expected a JSON object, found {type(data).__name__}.")
+        if data.get("schema") != SCHEMA:
+            raise BundleError(
+                f"{source}: schema is {data.get('schema')!r} but this version of speccompile reads schema {SCHEMA}; "
+                "rebuild the bundle or install the matching version."
+            )
+        heads = data.get("heads")
+        manifest = cls(
+            schema=SCHEMA,
+            method=_value(data, "method", str, source),
+            target=_record(TargetInfo, data.get("target"), "target", source),
+            heads=None if heads is None else _record(HeadsInfo, heads, "heads", source),
+            graphs=_records(GraphInfo, data, "graphs", source),
+            files=_records(FileInfo, data, "files", source),
+            tokenizer=_record(TokenizerInfo, data.get("tokenizer"), "tokenizer", source),
+            eos_ids=_value(data, "eos_ids", list, source),
+            tree=_value(data, "tree", dict, source),
+            proof=_value(data, "proof", dict, source),
+            versions=_value(data, "versions", dict, source),
+        )
+        if manifest.method not in METHODS:
+            raise BundleError(f"{source}: method is '{manifest.method}'; this version runs {', '.join(METHODS)}.")
+        if "target" not in manifest.graphs or (manifest.method == "medusa" and "medusa" not in manifest.graphs):
+            raise BundleError(f"{source}: graphs lacks an entry that method '{manifest.method}' needs; rebuild the bundle.")
+        if manifest.method == "medusa" and manifest.heads is None:
+            raise BundleError(f"{source}: method is 'medusa' but heads is null; rebuild the bundle.")
+        for graph in manifest.graphs.values():
+            if graph.file not in manifest.files:
+                raise BundleError(f"{source}: graph file '{graph.file}' has no entry under files; rebuild the bundle.")
+        return manifest
+
+
+def file_info(path: Path) -> FileInfo:
+    """Hash and size of a file."""
+    with path.open("rb") as stream:
+        return FileInfo(hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size)
+
+
+def _value(data: Mapping[str, Any], name: str, kind: type, source: str, where: str = "") -> Any:
+    if name not in data:
+        raise BundleError(f"{source}: field '{where}{name}' is missing; rebuild the bundle.")
+    value = data[name]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise BundleError(f"{source}: field '{where}{name}' is {value!r}; expected {kind.__name__}.")
+    return value
+
+
+def _record(kind: type, data: object, where: str, source: str) -> Any:
+    if not isinstance(data, dict):
+        raise BundleError(f"{source}: field '{where}' is {data!r}; expected an object.")
+    hints = get_type_hints(kind)
+    values = {}
+    for item in fields(kind):
+        if hints[item.name] == (str | None):
+            values[item.name] = data.get(item.name)
+        else:
+            plain = {str: str, int: int}.get(hints[item.name], dict)
+            values[item.name] = _value(data, item.name, plain, source, f"{where}.")
+    return kind(**values)
+
+
+def _records(kind: type, data: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+    return {key: _record(kind, value, f"{name}.{key}", source) for key, value in _value(data, name, dict, source).items()}

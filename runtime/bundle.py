@@ -1,0 +1,75 @@
+"""Opening a bundle: nothing in it is used before its manifest, paths and hashes have been checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from speccompile.graphs.errors import BundleError, TreeError
+from speccompile.graphs.manifest import MANIFEST_FILE, GraphInfo, Manifest, file_info
+from speccompile.graphs.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A checked bundle: its folder, its manifest and its tree."""
+
+    path: Path
+    manifest: Manifest
+    tree: TokenTree
+
+    @classmethod
+    def open(cls, path: str | Path, check_hashes: bool = True) -> Bundle:
+        """Read and check a bundle.
+
+        Args:
+            check_hashes: whether to read every file once to compare its sha256 (about a second per GB); sizes
+                are compared in any case.
+
+        Raises:
+            BundleError: naming the file and field that is missing, altered, unsafe or of another version.
+        """
+        path = Path(path)
+        source = path / MANIFEST_FILE
+        if not source.is_file():
+            raise BundleError(f"{path}: not a bundle, it has no {MANIFEST_FILE}; make one with 'speccompile build'.")
+        try:
+            data = json.loads(source.read_text("utf-8"))
+        except ValueError as error:
+            raise BundleError(f"{source}: not valid JSON ({error}); the file is damaged, rebuild the bundle.") from error
+        manifest = Manifest.from_json(data, str(source))
+        for name, expected in manifest.files.items():
+            file = _inside(path, name, source)
+            if not file.is_file():
+                raise BundleError(f"{file}: listed in {MANIFEST_FILE} but missing; copy or build the bundle again.")
+            if file.stat().st_size != expected.bytes:
+                raise BundleError(
+                    f"{file}: {file.stat().st_size} bytes but {MANIFEST_FILE} says {expected.bytes}; "
+                    "the file is truncated or altered, copy or build the bundle again."
+                )
+            if check_hashes and (found := file_info(file).sha256) != expected.sha256:
+                raise BundleError(
+                    f"{file}: sha256 is {found[:12]}... but {MANIFEST_FILE} says {expected.sha256[:12]}...; "
+                    "the file was altered, copy or build the bundle again."
+                )
+        try:
+            tree = TokenTree.from_json(manifest.tree)
+        except TreeError as error:
+            raise BundleError(f"{source}: field 'tree' is not usable: {error}") from error
+        return cls(path, manifest, tree)
+
+    def graph(self, name: str) -> tuple[Path, GraphInfo]:
+        """Path and description of a graph of this bundle."""
+        info = self.manifest.graphs[name]
+        return self.path / info.file, info
+
+
+def _inside(bundle: Path, name: str, source: Path) -> Path:
+    """The file `name` of the bundle, refused when it is not a plain relative path that stays inside."""
+    relative = PurePosixPath(name)
+    file = bundle / relative
+    unsafe = relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name
+    if unsafe or not file.resolve().is_relative_to(bundle.resolve()):
+        raise BundleError(f"{source}: file '{name}' leaves the bundle; refusing to read it.")
+    return file

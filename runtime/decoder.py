@@ -1,0 +1,382 @@
+"""The decoding loop, one for every method: propose a tree, verify it in one target call, accept, commit.
+
+    draft    = drafter.propose(root)             the root is chosen but not in the cache yet
+    output   = target(draft.tree)                one call for all nodes
+    accepted = rule(draft, output)               a path of nodes, and the bonus that follows it
+    cache.commit(accepted.nodes)                 rows of the path stay, the rest is overwritten later
+    root     = accepted.bonus
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from speccompile.graphs.errors import GenerationError
+from speccompile.runtime.acceptance import Accepted, accept_greedy, accept_typical, walk
+from speccompile.runtime.backends.ort import OrtCache, OrtHeads, OrtTarget, StepOutput
+from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.drafters.draft import Draft, Drafter
+from speccompile.runtime.drafters.medusa import MedusaDrafter
+from speccompile.runtime.drafters.plain import PlainDrafter
+from speccompile.runtime.sampling import Sampling, distribution, next_token
+from speccompile.runtime.stats import StageClock, Stats
+from speccompile.runtime.text import Text, TextStream
+
+PREFILL_CHUNK = 256
+ACCEPTANCE_RULES = ("exact", "typical")
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an answer: text that is final, and the tokens accepted with it. The last one has the reason it ended."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole answer.
+
+    Args:
+        token_ids: new tokens only, the end-of-text token included when one came.
+        text: what they say, special tokens skipped, cut before a stop string.
+        finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens) or "capacity" (the cache is full).
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: Stats
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.to_json(),
+        }
+
+
+@dataclass
+class SequenceState:
+    """One conversation's cache, and the tokens whose keys and values it holds."""
+
+    cache: OrtCache
+    tokens: list[int] = field(default_factory=list)
+
+    def keep_prefix(self, ids: Sequence[int]) -> int:
+        """Truncate to what `ids` has in common with the cache, less its last token, which must run again."""
+        common = 0
+        for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        self.cache.truncate(common)
+        del self.tokens[common:]
+        return common
+
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        self.cache.commit(nodes)
+        self.tokens += tokens
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call of `generate` asks for, checked."""
+
+    ids: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    acceptance: str
+    stop: tuple[str, ...]
+    speculate: bool
+    uniform: Callable[[], float]
+
+
+class Decoder:
+    """A loaded bundle. Weights are held once; every `SequenceState` made by `new_sequence` has its own cache.
+
+    Calls that use the same sequence (or the default one) must not overlap in time; others may.
+    """
+
+    def __init__(
+        self, bundle: Bundle, threads: int | None = None, provider: str | None = None, capacity: int | None = None
+    ) -> None:
+        manifest = bundle.manifest
+        self.bundle = bundle
+        self.capacity = min(capacity or manifest.target.max_length, manifest.target.max_length)
+        self.text = Text.load(bundle.path, manifest.tokenizer.special_tokens)
+        self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
+        self.heads = (
+            OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.method == "medusa" else None
+        )
+        self.tree = bundle.tree
+        self._default: SequenceState | None = None
+
+    # ---- the interface ----
+
+    def new_sequence(self) -> SequenceState:
+        """A fresh sequence with its own cache, for `generate(..., sequence=...)`."""
+        return SequenceState(self.target.open(self.capacity))
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Answer a prompt. Takes the options of `stream`."""
+        pieces = self.stream(prompt, **options)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as end:
+                answer: Generation = end.value
+                return answer
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        processor: Callable[[Sequence[int], npt.NDArray[Any]], npt.NDArray[Any]] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        speculate: bool = True,
+        acceptance: str = "exact",
+        sequence: SequenceState | None = None,
+    ) -> Generator[Piece, None, Generation]:
+        """Yield the answer piece by piece, as tokens are accepted; the generator's value is the whole `Generation`.
+
+        Args:
+            prompt: text (encoded as it is), token ids, or chat messages [{"role": ..., "content": ...}].
+            temperature: 0 is greedy. With a seed, the same tokens come out with and without speculation.
+            processor: called with (token ids so far, logits [V]); returns the logits to use.
+            stop: strings that end the answer; they are not part of its text.
+            speculate: False decodes plainly with the same graph.
+            acceptance: "exact" (lossless), or "typical": Medusa's rule, NOT lossless.
+            sequence: where keys and values live; by default one that this decoder keeps, so that a conversation
+                runs only what is new in it.
+
+        Raises:
+            GenerationError: for an unusable prompt or option, before anything is run.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, processor)
+        if acceptance not in ACCEPTANCE_RULES:
+            raise GenerationError(f"acceptance: '{acceptance}' is unknown; use one of {', '.join(ACCEPTANCE_RULES)}.")
+        if acceptance == "typical" and sampling.greedy:
+            raise GenerationError("acceptance: 'typical' needs a temperature above 0; greedy decoding is always exact.")
+        if max_new_tokens < 1:
+            raise GenerationError(f"max_new_tokens: {max_new_tokens} asks for nothing; use 1 or more.")
+        request = Request(
+            self.encode(prompt),
+            max_new_tokens,
+            sampling,
+            acceptance,
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            speculate,
+            np.random.default_rng(seed).random,
+        )
+        if sequence is None:
+            sequence = self._default = self._default or self.new_sequence()
+        return self._stream(request, sequence)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            GenerationError: when it is empty, too long for the cache, or holds ids outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            ids = self.text.encode(prompt)
+        elif prompt and isinstance(prompt[0], Mapping):
+            ids = self.text.chat([dict(message) for message in prompt])  # type: ignore[call-overload]
+        else:
+            ids = [int(token) for token in prompt]  # type: ignore[call-overload]
+        if not ids:
+            raise GenerationError("prompt: it is empty; give at least one token.")
+        if len(ids) > self.capacity:
+            raise GenerationError(
+                f"prompt: {len(ids)} tokens do not fit the cache of {self.capacity}; shorten it or build with a larger "
+                "--max-length."
+            )
+        vocabulary = self.target.vocab_size
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            odd = next(token for token in ids if not 0 <= token < vocabulary)
+            raise GenerationError(f"prompt: token id {odd} is outside the vocabulary of {vocabulary}.")
+        return ids
+
+    # ---- the loop ----
+
+    def _stream(self, request: Request, sequence: SequenceState) -> Generator[Piece, None, Generation]:
+        exact = request.acceptance == "exact" or not request.speculate
+        stats = Stats(lossless=exact, prompt_tokens=len(request.ids))
+        clock = StageClock(stats)
+        answer = Answer(self.text, request, frozenset(self.bundle.manifest.eos_ids))
+        drafter = self._drafter(request.speculate)
+        clock.start()
+        root = self._prefill(request, sequence, drafter, stats, clock)
+        answer.take([root])
+        while answer.finish_reason is None:
+            room = self.capacity - sequence.cache.length
+            if room < 1:
+                answer.end("capacity")
+                break
+            piece = answer.piece()
+            clock.stop()
+            yield piece
+            clock.start()
+            draft = drafter.propose(root, room, request.max_new_tokens - len(answer.token_ids) - 1)
+            clock.add("draft", drafter.seconds)
+            output = self._verify(draft, sequence.cache)
+            clock.add("verify", sequence.cache.seconds)
+            with clock.stage("accept"):
+                accepted = self._accept(draft, output, request, sequence.tokens)
+            new = [int(draft.tokens[node]) for node in accepted.nodes[1:]] + [accepted.bonus]
+            kept = answer.take(new)
+            nodes = accepted.nodes[: kept + 1]
+            with clock.stage("commit"):
+                sequence.commit(nodes, [root, *new[: len(nodes) - 1]])
+            drafter.observe(nodes, output)
+            root = accepted.bonus
+            stats.rounds += 1
+            stats.drafted += len(draft.tree) - 1
+            stats.accepted += len(nodes) - 1
+            stats.bonus += kept == len(new)
+        stats.emitted = len(answer.token_ids)
+        last = answer.piece()
+        clock.stop()
+        yield last
+        return Generation(answer.token_ids, answer.text, last.finish_reason or "", stats)
+
+    def _drafter(self, speculate: bool) -> Drafter:
+        if speculate and self.heads is not None:
+            return MedusaDrafter(self.heads, self.tree)
+        return PlainDrafter()
+
+    def _prefill(
+        self, request: Request, sequence: SequenceState, drafter: Drafter, stats: Stats, clock: StageClock
+    ) -> int:
+        """Run what the cache does not hold yet of the prompt; the first token of the answer."""
+        start = stats.reused_tokens = sequence.keep_prefix(request.ids)
+        cache = sequence.cache
+        for begin in range(start, len(request.ids), PREFILL_CHUNK):
+            chunk = request.ids[begin : begin + PREFILL_CHUNK]
+            count = len(chunk)
+            positions = np.arange(begin, begin + count)
+            output = cache.run(np.array(chunk), positions, np.tri(count, dtype=np.bool_), np.array([count - 1]))
+            clock.add("prefill", cache.seconds)
+            sequence.commit(range(count), chunk)
+        drafter.observe([count - 1], output)
+        return self._next_token(output, 0, request, sequence.tokens)
+
+    def _verify(self, draft: Draft, cache: OrtCache) -> StepOutput:
+        tree = draft.tree
+        return cache.run(draft.tokens, cache.length + tree.depths, tree.mask, tree.nodes)
+
+    def _accept(self, draft: Draft, output: StepOutput, request: Request, before: list[int]) -> Accepted:
+        sampling, root = request.sampling, int(draft.tokens[0])
+        if not sampling.needs_logits:
+            return accept_greedy(draft.tree, draft.tokens, _finite_argmax(output))
+        if request.acceptance == "typical" and request.speculate:
+
+            def distribution_at(node: int, path: list[int]) -> npt.NDArray[np.float64]:
+                return distribution(output.logits[0, node], [*before, root, *path], sampling)
+
+            return accept_typical(draft.tree, draft.tokens, distribution_at, request.uniform)
+
+        def next_token_at(node: int, path: list[int]) -> int:
+            return next_token(output.logits[0, node], [*before, root, *path], sampling, request.uniform)
+
+        return walk(draft.tree, draft.tokens, next_token_at)
+
+    def _next_token(self, output: StepOutput, row: int, request: Request, context: list[int]) -> int:
+        if not request.sampling.needs_logits:
+            return int(_finite_argmax(output)[row])
+        return next_token(output.logits[0, row], context, request.sampling, request.uniform)
+
+
+class Answer:
+    """The answer so far: where it ends (end-of-text tokens, stop strings, token limit) and the text still to show."""
+
+    def __init__(self, text: Text, request: Request, eos_ids: frozenset[int]) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._eos_ids, self._limit = eos_ids, request.max_new_tokens
+        self._shown = TextStream(text, request.stop)
+        self._piece_start, self._piece_text = 0, ""
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """Add one round's tokens, as far as the answer goes; returns how many were kept."""
+        ended = next((index for index, token in enumerate(tokens, 1) if token in self._eos_ids), None)
+        tokens = tokens[:ended]
+        shown, stopped = self._shown.push(tokens)
+        tokens = tokens[:stopped]
+        self.token_ids += tokens
+        self._piece_text += shown
+        if stopped is not None:
+            self.finish_reason = "stop"
+        elif ended is not None:
+            self.end("eos")
+        elif len(self.token_ids) >= self._limit:
+            self.end("length")
+        return len(tokens)
+
+    def end(self, reason: str) -> None:
+        """Nothing more comes; text that was held back is shown, unless it completes a stop string."""
+        rest, stopped = self._shown.finish()
+        self._piece_text += rest
+        self.finish_reason = "stop" if stopped else reason
+
+    def piece(self) -> Piece:
+        """What came since the last piece."""
+        piece = Piece(self._piece_text, self.token_ids[self._piece_start :], self.finish_reason)
+        self.text += self._piece_text
+        self._piece_start, self._piece_text = len(self.token_ids), ""
+        return piece
+
+
+def _finite_argmax(output: StepOutput) -> npt.NDArray[np.int64]:
+    """The graph's argmax int64 [R], once the logits behind it are known to be numbers.
+
+    Raises:
+        GenerationError: when they are not (a damaged or overflowing model would otherwise emit token 0 for ever).
+    """
+    ids = output.next_ids[0]
+    if not np.isfinite(output.logits[0, np.arange(len(ids)), ids]).all():
+        raise GenerationError("logits: they are not finite (NaN or infinity); the model overflows or is damaged.")
+    return ids
+
+
+def load(
+    bundle_path: str | Path,
+    threads: int | None = None,
+    provider: str | None = None,
+    *,
+    capacity: int | None = None,
+    check_hashes: bool = True,
+) -> Decoder:
+    """Open a bundle for generation.
+
+    Args:
+        threads: backend threads; None takes the cores this process may use.
+        provider: ONNX Runtime execution provider; None is the CPU.
+        capacity: tokens a sequence may hold (prompt and answer), at most and by default the bundle's max_length.
+        check_hashes: False skips reading every file once before it is used.
+
+    Raises:
+        BundleError: when the bundle is damaged, unsafe, or of another version.
+    """
+    return Decoder(Bundle.open(bundle_path, check_hashes), threads, provider, capacity)

@@ -1,0 +1,58 @@
+"""Medusa: every head guesses one depth of a fixed tree from the same hidden state (arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from speccompile.graphs.errors import BundleError
+from speccompile.graphs.tree import TokenTree
+from speccompile.runtime.backends.ort import OrtHeads, StepOutput
+from speccompile.runtime.drafters.draft import Draft
+
+
+class MedusaDrafter:
+    """Drafts for one sequence; `heads` may be shared by many.
+
+    The hidden state that produced the root token feeds the heads: with it head d-1 guesses the token at depth d
+    (reference notes 1.3: lm_head is one ahead, head h two plus h).
+
+    Raises:
+        BundleError: when the tree is deeper or wider than what the heads give.
+    """
+
+    def __init__(self, heads: OrtHeads, tree: TokenTree) -> None:
+        if tree.max_depth > heads.heads or max(tree.ranks) >= heads.top_k:
+            raise BundleError(
+                f"tree: depth {tree.max_depth} and rank {max(tree.ranks)} need more than the {heads.heads} heads and "
+                f"top {heads.top_k} of this bundle; rebuild it with that tree."
+            )
+        self.heads, self.tree = heads, tree
+        self.seconds = 0.0
+        self._hidden: npt.NDArray[np.float32] | None = None
+        self._pruned: dict[tuple[int, int], TokenTree] = {}
+
+    def observe(self, nodes: Sequence[int], output: StepOutput) -> None:
+        assert output.hidden is not None
+        self._hidden = output.hidden[0, nodes[-1]].copy()
+
+    def propose(self, root: int, max_nodes: int, max_depth: int) -> Draft:
+        assert self._hidden is not None, "the target must run once before its heads can draft"
+        tree = self._shape(max_nodes, max_depth)
+        tokens = np.empty(len(tree), np.int64)
+        tokens[0] = root
+        if len(tree) > 1:
+            ids, _ = self.heads.run(self._hidden)
+            tokens[1:] = ids[tree.depths[1:] - 1, tree.rank_array[1:]]
+        self.seconds = self.heads.seconds if len(tree) > 1 else 0.0
+        return Draft(tree, tokens)
+
+    def _shape(self, max_nodes: int, max_depth: int) -> TokenTree:
+        if max_nodes >= len(self.tree) and max_depth >= self.tree.max_depth:
+            return self.tree
+        key = (min(max_nodes, len(self.tree)), min(max_depth, self.tree.max_depth))
+        if key not in self._pruned:
+            self._pruned[key] = self.tree.prune(*key)
+        return self._pruned[key]

@@ -1,0 +1,77 @@
+"""What a generation did, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+STAGES = ("prefill", "draft", "verify", "accept", "commit", "host")
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one generation.
+
+    Args:
+        rounds: target calls after the prefill.
+        drafted: guesses verified, roots not counted.
+        accepted: guesses kept.
+        bonus: tokens that the target added by itself, one per round.
+        emitted: new tokens of the answer, the first one (from the prefill) included.
+        lossless: False when an acceptance rule was asked for that changes the distribution.
+        prompt_tokens, reused_tokens: length of the prompt, and how many of it were already in the cache.
+        seconds: by stage. prefill, draft and verify are time inside the backend; accept and commit are numpy;
+            host is everything else that the loop does.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    bonus: int = 0
+    emitted: int = 0
+    lossless: bool = True
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """Tokens emitted per round, bonus included; plain decoding is 1. The prefill's token is not counted."""
+        return (self.emitted - 1) / self.rounds if self.rounds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "mean_accepted_tokens": self.mean_accepted_tokens}
+
+
+class StageClock:
+    """Splits the wall time of a generation into stages; time the caller spends between pieces is not counted."""
+
+    def __init__(self, stats: Stats) -> None:
+        self.seconds = stats.seconds
+        self._started: float | None = None
+        self._named = 0.0
+
+    def start(self) -> None:
+        """The loop has the floor."""
+        self._started, self._named = perf_counter(), 0.0
+
+    def stop(self) -> None:
+        """The caller has it; what no stage claimed since `start` was the host's."""
+        if self._started is not None:
+            self.seconds["host"] += max(perf_counter() - self._started - self._named, 0.0)
+            self._started = None
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] += seconds
+        self._named += seconds
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        before = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, perf_counter() - before)
