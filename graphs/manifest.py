@@ -5,11 +5,11 @@ Version policy: `schema` is one number. A reader refuses any other number than i
 
     schema 1   manifest.json
                {"schema": 1, "method": "medusa" | "plain",
-                "target": {architecture, fingerprint, vocab_size, layers, kv_heads, head_dim, width, max_length},
+                "target": {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim, width, max_length},
                 "heads":  null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
                 "graphs": {"target": {file, dialect, opset, precision, nodes, traced_nodes}, "medusa": {...}},
                 "files":  {relative path: {sha256, bytes}},
-                "tokenizer": {vocab_size, special_tokens}, "eos_ids": [...],
+                "tokenizer": {fingerprint, special_tokens}, "eos_ids": [...],
                 "tree": {"name": ..., "paths": [[rank, ...], ...]},
                 "proof": {...}, "versions": {...}}
 """
@@ -35,6 +35,7 @@ class TargetInfo:
 
     architecture: str
     fingerprint: str
+    config_fingerprint: str
     vocab_size: int
     layers: int
     kv_heads: int
@@ -78,7 +79,7 @@ class FileInfo:
 class TokenizerInfo:
     """`special_tokens` are the strings a chat template may name (bos_token, eos_token, ...)."""
 
-    vocab_size: int
+    fingerprint: str
     special_tokens: dict[str, str]
 
 

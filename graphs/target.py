@@ -74,7 +74,7 @@ def survey(model: nn.Module, max_length: int) -> Survey:
     _refuse_by_config(model)
     trace, rotary = Trace(), RotaryTables()
     module = TargetModule(model, trace, None)
-    with torch.no_grad(), foreign_attention(model, survey_attention(trace)), record_rotary(model, max_length, rotary):
+    with torch.no_grad(), _quiet_exporter(), foreign_attention(model, survey_attention(trace)), record_rotary(model, max_length, rotary):
         logits, hidden = module.run_model(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None, None)
     name, expected = type(model).__name__, model.config.get_text_config().num_hidden_layers
     if len(trace.layers) != expected:
@@ -255,7 +255,7 @@ def _dense_experts(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Keep the exporter's notes on axis names and missing torchvision away from the user."""
+    """Keep notes on axis names, missing torchvision and coming renames away from the user."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)

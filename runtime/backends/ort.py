@@ -245,3 +245,16 @@ def _bind(io: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) ->
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def graph_io(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Names, types and shapes of a graph's inputs and outputs; weights are mapped, not prepared."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    session = ort.InferenceSession(str(path), options, providers=[CPU_PROVIDER])
+    inputs, outputs = (
+        [{"name": value.name, "type": value.type, "shape": list(value.shape)} for value in values]
+        for values in (session.get_inputs(), session.get_outputs())
+    )
+    return inputs, outputs

@@ -1,0 +1,251 @@
+"""checkpoint -> modules -> graphs -> bundle, with the proof before the publishing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from speccompile.compiler.checkpoint import Source, read_model
+from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
+from speccompile.compiler.prove import prove
+from speccompile.compiler.publish import staged
+from speccompile.graphs.errors import BundleError, CheckpointError, SpecCompileError
+from speccompile.graphs.manifest import (
+    MANIFEST_FILE,
+    SCHEMA,
+    GraphInfo,
+    HeadsInfo,
+    Manifest,
+    TargetInfo,
+    TokenizerInfo,
+    file_info,
+)
+from speccompile.graphs.medusa import MedusaModule, export_medusa
+from speccompile.graphs.passes import clean, finish_gqa_target
+from speccompile.graphs.target import OPSET, Survey, survey, trace_gqa
+from speccompile.graphs.tree import TokenTree
+from speccompile.runtime.decoder import load
+
+DEFAULT_MAX_LENGTH = 8192
+DEFAULT_TOP_K = 10
+VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
+
+Report = Callable[[str], None]
+
+
+def build(
+    model: Path,
+    out: Path,
+    *,
+    method: str = "medusa",
+    heads: Path | None = None,
+    tree: TokenTree | None = None,
+    max_length: int | None = None,
+    force: bool = False,
+    report: Report = lambda _: None,
+) -> Manifest:
+    """Make one bundle and publish it at `out`, or publish nothing.
+
+    Args:
+        model: transformers folder or .gguf file.
+        method: "plain" or "medusa".
+        heads: Medusa heads (any layout `read_heads` knows); a model with merged heads needs none.
+        tree: draft tree; default: what the heads' card recommends, else a small one that fits them.
+        max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
+        report: called with what is being done.
+
+    Raises:
+        SpecCompileError: naming what is wrong; nothing is left behind.
+    """
+    with staged(out, force) as folder:
+        report("reading the model")
+        source = read_model(model)
+        drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
+        chosen = (tree or _recommended_tree(heads, drafted)) if drafted else TokenTree.chain(0)
+        limit = _max_length(source, max_length)
+        found = survey(source.model, limit)
+        graphs = {"target": write_target(source, found, folder, drafted is not None, report)}
+        if drafted:
+            report("tracing the heads")
+            graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder)
+        report("writing the tokenizer")
+        tokenizer = write_tokenizer(source, folder)
+        manifest = Manifest(
+            schema=SCHEMA,
+            method=method,
+            target=_target_info(source, found),
+            heads=_heads_info(drafted, found, chosen) if drafted else None,
+            graphs=graphs,
+            files={str(f.relative_to(folder)): file_info(f) for f in sorted(folder.rglob("*")) if f.is_file()},
+            tokenizer=tokenizer,
+            eos_ids=list(source.eos_ids),
+            tree=chosen.to_json(),
+            versions={name: importlib.metadata.version(name) for name in VERSIONED},
+        )
+        write_manifest(manifest, folder)
+        eager_heads = medusa_module(source, drafted, _top_k(drafted, chosen)) if drafted else None
+        proof = prove(load(folder, check_hashes=False), source, eager_heads, report)
+        manifest = replace(manifest, proof=proof)
+        write_manifest(manifest, folder)
+        report("publishing")
+    return manifest
+
+
+def verify(
+    bundle: Path, against: Path | None, heads: Path | None, threads: int | None = None, report: Report = lambda _: None
+) -> dict[str, Any]:
+    """Prove a published bundle again.
+
+    Args:
+        against, heads: the model and heads to compare with; without them the bundle is checked against itself.
+
+    Returns:
+        figures as in the manifest.
+
+    Raises:
+        BundleError: when a file was altered, or the bundle was made from another model or other heads.
+        ProofError: when a check fails.
+    """
+    report("checking hashes")
+    decoder = load(bundle, threads)
+    manifest = decoder.bundle.manifest
+    if against is None:
+        return prove(decoder, None, None, report)
+    report("reading the model")
+    source = read_model(against)
+    if source.fingerprint != manifest.target.fingerprint:
+        raise BundleError(
+            f"{bundle}: made from a model with fingerprint {manifest.target.fingerprint[:12]}... but {against} has "
+            f"{source.fingerprint[:12]}...; give the model it was built from."
+        )
+    drafted = _read_heads(source, heads, report) if heads else None
+    if drafted and manifest.heads and drafted.fingerprint != manifest.heads.fingerprint:
+        raise BundleError(
+            f"{bundle}: made with heads of fingerprint {manifest.heads.fingerprint[:12]}... but {heads} has "
+            f"{drafted.fingerprint[:12]}...; give the heads it was built with."
+        )
+    eager = medusa_module(source, drafted, manifest.heads.top_k) if drafted and manifest.heads else None
+    return prove(decoder, source, eager, report)
+
+
+def write_target(source: Source, found: Survey, folder: Path, with_hidden: bool, report: Report) -> GraphInfo:
+    """Trace, fuse and write target.onnx and its weights; weights fused on the way are made as they are written."""
+    report("tracing the target")
+    graph = trace_gqa(source.model, found, with_hidden)
+    clean(graph)
+    traced = len(list(graph.graph))
+    report("fusing the target")
+    finish_gqa_target(graph)
+    report("writing the target")
+    ir.save(graph, folder / "target.onnx", external_data="target.onnx.data")
+    return GraphInfo("target.onnx", "gqa", OPSET, "fp32", len(list(graph.graph)), traced)
+
+
+def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModule:
+    """The heads as the module that is traced, on this target's lm_head where they have none of their own."""
+    head = source.lm_head
+    return MedusaModule(
+        heads.blocks,
+        heads.lm_heads,
+        top_k,
+        token_map=heads.token_map,
+        target_lm_head=head.weight.detach(),  # type: ignore[union-attr,operator]
+        target_lm_head_bias=head.bias.detach() if getattr(head, "bias", None) is not None else None,  # type: ignore[union-attr,operator]
+    ).eval()
+
+
+def write_heads_graph(source: Source, heads: MedusaHeads, tree: TokenTree, folder: Path) -> GraphInfo:
+    """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten)."""
+    graph = export_medusa(medusa_module(source, heads, _top_k(heads, tree)))
+    nodes = len(list(graph.graph))
+    ir.save(graph, folder / "medusa.onnx", external_data="medusa.onnx.data")
+    return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], "fp32", nodes, nodes)
+
+
+def write_tokenizer(source: Source, folder: Path) -> TokenizerInfo:
+    """tokenizer.json, chat_template.jinja and generation_config.json, as transformers writes them."""
+    scratch = folder / "tokenizer"
+    source.tokenizer.save_pretrained(scratch)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        if (scratch / name).is_file():
+            (scratch / name).rename(folder / name)
+    shutil.rmtree(scratch)
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{source.path}: its tokenizer cannot be written as tokenizer.json.")
+    source.model.generation_config.save_pretrained(folder)
+    special = {name: str(token) for name, token in source.tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return TokenizerInfo(file_info(folder / "tokenizer.json").sha256, special)
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1) + "\n", "utf-8")
+
+
+def _read_heads(source: Source, path: Path, report: Report) -> MedusaHeads:
+    report("reading the heads")
+    heads = read_heads(path)
+    config = source.model.config.get_text_config()
+    for warning in check_against(heads, config.hidden_size, config.vocab_size, source.fingerprint):
+        report(f"warning: {warning}")
+    return heads
+
+
+def _recommended_tree(path: Path | None, heads: MedusaHeads | None) -> TokenTree:
+    """The tree that ships with the heads (tree.json beside them), else a chain of all heads with two siblings."""
+    assert heads is not None
+    if path is not None and (path / "tree.json").is_file():
+        return TokenTree.load(path / "tree.json")
+    chain = [[0] * depth for depth in range(1, heads.num_heads + 1)]
+    return TokenTree.from_paths([*chain, [1], [2]])
+
+
+def _top_k(heads: MedusaHeads, tree: TokenTree) -> int:
+    wanted = max(DEFAULT_TOP_K, max(tree.ranks) + 1)
+    return min(wanted, heads.draft_vocabulary) if heads.draft_vocabulary else wanted
+
+
+def _max_length(source: Source, wanted: int | None) -> int:
+    config = source.model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_MAX_LENGTH
+    if wanted is not None and not 2 <= wanted <= own:
+        raise SpecCompileError(f"--max-length: {wanted} is outside 2 .. {own}, what this model's positions allow.")
+    return wanted or min(own, DEFAULT_MAX_LENGTH)
+
+
+def _target_info(source: Source, found: Survey) -> TargetInfo:
+    layer = found.layers[0]
+    return TargetInfo(
+        architecture=source.architecture,
+        fingerprint=source.fingerprint,
+        config_fingerprint=source.config_fingerprint,
+        vocab_size=found.vocab_size,
+        layers=len(found.layers),
+        kv_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        width=found.width,
+        max_length=found.max_length,
+    )
+
+
+def _heads_info(heads: MedusaHeads, found: Survey, tree: TokenTree) -> HeadsInfo:
+    if tree.max_depth > heads.num_heads:
+        raise BundleError(f"tree: depth {tree.max_depth} needs {tree.max_depth} heads; these are {heads.num_heads}.")
+    return HeadsInfo(
+        fingerprint=heads.fingerprint,
+        layout=heads.layout,
+        count=heads.num_heads,
+        blocks=heads.num_layers,
+        draft_vocabulary=heads.draft_vocabulary or found.vocab_size,
+        top_k=_top_k(heads, tree),
+        target_fingerprint=heads.target_fingerprint,
+    )
+
+
+__all__ = ["build", "medusa_module", "write_heads_graph", "write_target", "write_tokenizer"]

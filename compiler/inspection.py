@@ -1,0 +1,129 @@
+"""What `speccompile inspect` says of a bundle, a model or Medusa heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from speccompile.graphs.errors import CheckpointError
+from speccompile.graphs.manifest import MANIFEST_FILE
+from speccompile.graphs.tree import TokenTree
+
+CONFIGS_OF_MODELS = ("architectures", "model_type")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Facts about whatever is at `path`, as JSON.
+
+    Raises:
+        SpecCompileError: when nothing there can be read.
+    """
+    if (path / MANIFEST_FILE).is_file():
+        return describe_bundle(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; give a bundle, a model or Medusa heads.")
+    from speccompile.compiler.medusa_heads import read_heads
+
+    try:
+        heads = read_heads(path)
+    except CheckpointError as not_heads:
+        if path.suffix != ".gguf" and not (path / "config.json").is_file():
+            raise
+        try:
+            return describe_model(path)
+        except CheckpointError as not_model:
+            raise CheckpointError(f"{not_model} As heads: {not_heads}") from not_model
+    return {
+        "kind": "medusa heads",
+        "path": str(path),
+        "layout": heads.layout,
+        "heads": heads.num_heads,
+        "heads_in_config": heads.config_heads,
+        "blocks_per_head": heads.num_layers,
+        "hidden_size": heads.hidden_size,
+        "lm_head": "the target's" if heads.lm_heads is None else f"{len(heads.lm_heads)} of their own",
+        "draft_vocabulary": heads.draft_vocabulary,
+        "fingerprint": heads.fingerprint,
+        "target_fingerprint": heads.target_fingerprint,
+    }
+
+
+def describe_bundle(path: Path) -> dict[str, Any]:
+    """A bundle's manifest, with every graph's inputs and outputs."""
+    from speccompile.runtime.backends.ort import graph_io
+    from speccompile.runtime.bundle import Bundle
+
+    bundle = Bundle.open(path)
+    facts = {"kind": "bundle", "path": str(path), **bundle.manifest.to_json()}
+    for name, info in facts["graphs"].items():
+        info["inputs"], info["outputs"] = graph_io(path / info["file"])
+        info["bytes"] = sum(f["bytes"] for file, f in facts["files"].items() if file.startswith(info["file"]))
+        del name
+    return facts
+
+
+def describe_model(path: Path) -> dict[str, Any]:
+    """A model: what tracing would find."""
+    from speccompile.compiler.checkpoint import read_model
+    from speccompile.graphs.target import survey
+
+    source = read_model(path)
+    found = survey(source.model, 2)
+    layer = found.layers[0]
+    return {
+        "kind": "model",
+        "path": str(path),
+        "architecture": source.architecture,
+        "parameters": sum(p.numel() for p in source.model.parameters()),
+        "layers": len(found.layers),
+        "heads": layer.heads,
+        "kv_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
+        "windows": [layer.window for layer in found.layers],
+        "softcap": layer.softcap,
+        "hidden_size": found.width,
+        "vocab_size": found.vocab_size,
+        "eos_ids": list(source.eos_ids),
+        "chat_template": source.tokenizer.chat_template is not None,
+        "fingerprint": source.fingerprint,
+        "config_fingerprint": source.config_fingerprint,
+    }
+
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """Print facts for a person."""
+    if facts["kind"] != "bundle":
+        _show_pairs(facts, console)
+        return
+    _show_pairs({"kind": "bundle", "path": facts["path"], "method": facts["method"], **facts["target"]}, console)
+    if facts["heads"]:
+        _show_pairs({"heads": "", **facts["heads"]}, console)
+    for name, graph in facts["graphs"].items():
+        table = Table(
+            "", "name", "type", "shape",
+            title=f"{name}: {graph['file']}, {graph['dialect']}, opset {graph['opset']}, {graph['precision']}, "
+            f"{graph['traced_nodes']} nodes traced, {graph['nodes']} after fusing, {graph['bytes'] / 1e6:.1f} MB",
+        )
+        for direction in ("inputs", "outputs"):
+            shown = [io for io in graph[direction] if ".key" not in io["name"] and ".value" not in io["name"]]
+            for io in shown:
+                table.add_row(direction[:-1], io["name"], io["type"], str(io["shape"]))
+            if caches := [io for io in graph[direction] if io not in shown]:
+                table.add_row(direction[:-1], f"{caches[0]['name']} ... ({len(caches)})", caches[0]["type"], str(caches[0]["shape"]))
+        console.print(table)
+    tree = TokenTree.from_json(facts["tree"])
+    console.print(f"tree of {len(tree)} nodes, depth {tree.max_depth}", tree.draw(), sep="\n")
+    table = Table("proof", "figures")
+    for name, figures in facts["proof"].items():
+        table.add_row(name, ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))
+    console.print(table)
+
+
+def _show_pairs(facts: dict[str, Any], console: Console) -> None:
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(f"[bold]{name}[/bold]", str(value))
+    console.print(table)

@@ -1,0 +1,225 @@
+"""The proof that a finished bundle says what its model says, run before it is published and by `verify`.
+
+Each check names the layer of the pipeline that is wrong when it fails:
+
+    prefill   graph against eager transformers on plain text             -> tracing or weights
+    tree      graph against eager transformers, every path of a tree     -> tree mask or positions
+    path      tree against each of its paths run alone in the graph      -> attention kernel, row independence
+    commit    next logits after a moved path against a fresh prefill     -> cache commit
+    hidden    feature output against eager transformers                  -> feature tap
+    heads     heads graph against the eager heads                        -> heads graph
+    tokens    speculative greedy tokens against plain ones               -> decoding loop
+
+Checks against eager need the model; the others need only the bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from speccompile.compiler.checkpoint import Source
+from speccompile.graphs.errors import ProofError
+from speccompile.graphs.medusa import MedusaModule
+from speccompile.graphs.tree import TokenTree
+from speccompile.runtime.decoder import Decoder
+
+PROMPTS = (
+    "Write a short story about a fox and a crow.",
+    "def fibonacci(n):",
+    "The first ten prime numbers are 2, 3, 5,",
+    "Ein kurzer Satz.",
+)
+BRANCHING = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
+PROOF_TREE_NODES = 16
+PROOF_TOKENS = 48
+
+# Logits are compared relative to their largest size: float32 carries 24 bits, and a 30-layer model loses about ten.
+LOGIT_TOLERANCE = 1e-4
+# Two logits closer than this are a tie that rounding may decide either way (DESIGN.md, "Must be shown").
+TIE_GAP = 1e-4
+LOGPROB_TOLERANCE = 1e-3
+
+Array = npt.NDArray[Any]
+Report = Callable[[str], None]
+
+
+@dataclass
+class Proof:
+    """Figures and bounds so far; `require` fails at the first figure beyond its bound."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def require(self, name: str, difference: float, bound: float, blame: str) -> None:
+        known = self.figures.get(name, {"difference": 0.0, "bound": bound})
+        if not difference <= bound:  # NaN fails too
+            raise ProofError(
+                f"proof '{name}': differs by {difference:.3g}, more than {bound:.3g} allows; the fault lies in {blame}. "
+                "Nothing was published."
+            )
+        if difference >= known["difference"]:
+            self.figures[name] = {"difference": float(difference), "bound": float(bound)}
+
+
+def prove(
+    decoder: Decoder, source: Source | None, heads: MedusaModule | None = None, report: Report = lambda _: None
+) -> dict[str, Any]:
+    """Run every check that the arguments allow.
+
+    Args:
+        source: the model to compare with; None proves the bundle against itself only.
+        heads: the eager heads to compare with, giving as many guesses as the bundle's.
+
+    Returns:
+        figures for the manifest: per check its largest difference and the bound, and counts of tokens.
+
+    Raises:
+        ProofError: naming the check that failed and the layer of the pipeline that it blames.
+    """
+    proof = Proof()
+    prompts = [_encode(decoder, text) for text in PROMPTS]
+    trees = [BRANCHING]
+    if len(decoder.tree) > 1:
+        trees.append(decoder.tree.prune(PROOF_TREE_NODES))
+    rng = np.random.default_rng(0)
+    for number, prompt in enumerate(prompts):
+        report(f"proving logits, prompt {number + 1} of {len(prompts)}")
+        for tree in trees:
+            tokens = np.array([rng.integers(decoder.target.vocab_size) for _ in range(len(tree))], np.int64)
+            _prove_logits(proof, decoder, source, prompt, tree, tokens)
+    if source is not None and heads is not None and decoder.heads is not None:
+        report("proving the heads")
+        _prove_heads(proof, decoder, source, heads, prompts)
+    report("proving tokens")
+    proof.figures["tokens"] = _prove_tokens(decoder, prompts)
+    return proof.figures
+
+
+def _encode(decoder: Decoder, text: str) -> list[int]:
+    chat = decoder.text.chat_template is not None
+    ids = decoder.text.chat([{"role": "user", "content": text}]) if chat else decoder.text.encode(text)
+    room = decoder.capacity - max(len(decoder.tree), len(BRANCHING)) - 2
+    return ids[-max(1, room // 2) :]
+
+
+def _run(cache: Any, ids: Array, tree: TokenTree) -> Array:
+    """Logits [N,V] of a tree behind the committed tokens; also checks the graph's own argmax."""
+    out = cache.run(ids, cache.length + tree.depths, tree.mask, tree.nodes)
+    if not np.array_equal(out.logits[0].argmax(-1), out.next_ids[0]):
+        raise ProofError("proof 'next_ids': the graph's argmax differs from its logits; the fault lies in the graph's tail.")
+    return out.logits[0].copy()
+
+
+def _prove_logits(
+    proof: Proof, decoder: Decoder, source: Source | None, prompt: list[int], tree: TokenTree, tokens: Array
+) -> None:
+    cache = decoder.target.open(len(prompt) + len(tree) + 2)
+    ids = np.array(prompt)
+    first = _run(cache, ids, TokenTree.chain(len(prompt) - 1))
+    bound = LOGIT_TOLERANCE * float(np.abs(first).max())
+    if source is not None:
+        eager, _ = eager_logits(source, prompt)
+        proof.require("prefill", _distance(first, eager), bound, "the traced graph or its weights")
+    cache.commit(range(len(prompt)))
+
+    logits = _run(cache, tokens, tree)
+    leaves = [node for node in range(len(tree)) if not tree.children[node]]
+    for leaf in leaves:
+        path = tree.ancestry(leaf)
+        if source is not None:
+            eager, _ = eager_logits(source, [*prompt, *tokens[path].tolist()])
+            proof.require("tree", _distance(logits[path], eager[-len(path) :]), bound, "the tree mask or the positions")
+        alone = _run(cache, tokens[path], TokenTree.chain(len(path) - 1))
+        proof.require("path", _distance(logits[path], alone), bound, "the attention kernel: rows depend on their neighbours")
+
+    moved = next((tree.ancestry(leaf) for leaf in leaves if tree.ancestry(leaf) != list(range(tree.depths[leaf] + 1))), None)
+    if moved is None:
+        return
+    _run(cache, tokens, tree)  # the paths alone have overwritten its rows
+    cache.commit(moved)
+    after = _run(cache, tokens[:1], TokenTree.chain(0))
+    text = np.array([*prompt, *tokens[moved], tokens[0]])
+    fresh = _run(decoder.target.open(len(text)), text, TokenTree.chain(len(text) - 1))
+    proof.require("commit", _distance(after[0], fresh[-1]), bound, "committing rows in the cache")
+
+
+def eager_logits(source: Source, ids: list[int]) -> tuple[Array, Array]:
+    """transformers' logits [T,V] for a whole text, and what its lm_head read [T,F], float32."""
+    seen: list[torch.Tensor] = []
+    hook = source.lm_head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    try:
+        with torch.no_grad():
+            logits = source.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+    finally:
+        hook.remove()
+    return logits[0].float().numpy(), seen[0][0].float().numpy()
+
+
+def _prove_heads(proof: Proof, decoder: Decoder, source: Source, heads: MedusaModule, prompts: list[list[int]]) -> None:
+    assert decoder.heads is not None
+    for prompt in prompts:
+        count = len(prompt)
+        cache = decoder.target.open(count)
+        chain = TokenTree.chain(count - 1)
+        hidden = cache.run(np.array(prompt), chain.depths, chain.mask, np.array([count - 1])).hidden
+        assert hidden is not None
+        _, eager_hidden = eager_logits(source, prompt)
+        bound = LOGIT_TOLERANCE * float(np.abs(eager_hidden).max())
+        proof.require("hidden", _distance(hidden[0], eager_hidden), bound, "the feature output of the target graph")
+        with torch.no_grad():
+            want_ids, want = (part[0, 0].numpy() for part in heads(torch.from_numpy(hidden[:, -1:].copy())))
+        ids, logprobs = decoder.heads.run(hidden[0, -1])
+        proof.require("heads", _distance(logprobs, want), LOGPROB_TOLERANCE, "the heads graph")
+        swapped = ids != want_ids  # only neighbours whose log-probabilities tie may trade places
+        gaps = np.abs(np.diff(want, axis=-1))
+        tied = np.zeros_like(swapped)
+        tied[:, :-1] |= gaps <= LOGPROB_TOLERANCE
+        tied[:, 1:] |= gaps <= LOGPROB_TOLERANCE
+        tied[:, -1] = True  # its rival is just outside the list
+        wrong = int((swapped & ~tied).sum())
+        proof.require("heads_ids", wrong, 0, "the heads graph: its best tokens are others")
+
+
+def _prove_tokens(decoder: Decoder, prompts: list[list[int]]) -> dict[str, int]:
+    compared = ties = rounds = emitted = 0
+    for number, prompt in enumerate(prompts):
+        limit = min(PROOF_TOKENS, decoder.capacity - len(prompt))
+        speculative, plain = (
+            decoder.generate(prompt, max_new_tokens=limit, speculate=speculate, sequence=decoder.new_sequence())
+            for speculate in (True, False)
+        )
+        rounds, emitted = rounds + speculative.stats.rounds, emitted + speculative.stats.emitted
+        compared += len(plain.token_ids)
+        if (place := first_difference(speculative.token_ids, plain.token_ids)) is None:
+            continue
+        gap = top_two_gap(decoder, [*prompt, *plain.token_ids[:place]])
+        if gap >= TIE_GAP:
+            raise ProofError(
+                f"proof 'tokens': speculative and plain greedy tokens differ on prompt {number + 1} at token {place}, where "
+                f"the best two logits are {gap:.3g} apart; the fault lies in the decoding loop. Nothing was published."
+            )
+        ties += 1
+    return {"prompts": len(prompts), "compared": compared, "ties": ties, "rounds": rounds, "emitted": emitted}
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token in which two texts differ (a missing one differs), or None."""
+    place = next((index for index, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
+    return None if place == len(a) == len(b) else place
+
+
+def top_two_gap(decoder: Decoder, text: list[int]) -> float:
+    """Distance between the best two logits after `text`."""
+    chain = TokenTree.chain(len(text) - 1)
+    out = decoder.target.open(len(text)).run(np.array(text), chain.depths, chain.mask, np.array([len(text) - 1]))
+    second, first = np.partition(out.logits[0, 0], -2)[-2:]
+    return float(first - second)
+
+
+def _distance(a: Array, b: Array) -> float:
+    return float(np.abs(a.astype(np.float64) - b).max())
