@@ -180,7 +180,9 @@ def write_tokenizer(source: Source, folder: Path) -> TokenizerInfo:
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(f"{source.path}: its tokenizer cannot be written as tokenizer.json.")
     source.model.generation_config.save_pretrained(folder)
-    special = {name: str(token) for name, token in source.tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    special = {
+        name: str(token) for name, token in source.tokenizer.special_tokens_map.items() if isinstance(token, str)
+    }
     return TokenizerInfo(file_info(folder / "tokenizer.json").sha256, special)
 
 

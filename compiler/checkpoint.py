@@ -50,14 +50,14 @@ def read_model(path: Path) -> Source:
     """Load a model.
 
     Raises:
-        CheckpointError: when it is not there, of an unknown architecture, damaged, lacks tensors, or has no
-            fast tokenizer.
+        CheckpointError: when it is not there, of an unknown architecture, needs code of its own, is damaged,
+            lacks tensors, holds NaN, or has no fast tokenizer.
     """
     location = _locate(path)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(**location)
+        config = transformers.AutoConfig.from_pretrained(**location, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for one mistake
         raise CheckpointError(f"{path}: not a model transformers knows ({_first_sentence(error)}).") from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -67,7 +67,11 @@ def read_model(path: Path) -> Source:
         )
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            **location, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            **location,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except Exception as error:
         raise CheckpointError(f"{path}: the weights cannot be loaded ({_first_sentence(error)}).") from error
@@ -77,8 +81,13 @@ def read_model(path: Path) -> Source:
             f"{path}: tensor '{problems[0]}' is missing or of another shape than config.json says "
             f"({len(problems)} such tensors); the checkpoint is incomplete, fetch it again."
         )
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise CheckpointError(
+                f"{path}: tensor '{name}' holds NaN or infinite values; the checkpoint is damaged, fetch it again."
+            )
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**location)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(f"{path}: no usable tokenizer ({_first_sentence(error)}).") from error
     if not getattr(tokenizer, "is_fast", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ notes = Console(stderr=True)  # everything that is not the answer itself
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit status 1; anything else is a bug and shows itself."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it cleans up as Ctrl-C does
     try:
         commands.main(standalone_mode=False)
     except SpecCompileError as error:
@@ -74,7 +76,9 @@ def commands() -> None:
 @click.option("--heads", type=PATH, help="Medusa heads; a model with merged heads needs none.")
 @click.option("--tree", help="Draft tree: a name (mc_sim_7b_63, ..., chain-N) or a JSON file. Default: the heads' own.")
 @click.option("--out", type=PATH, help="Folder of the bundle. Default: MODEL-METHOD.bundle in the current folder.")
-@click.option("--max-length", type=int, help="Most tokens of prompt and answer. Default: the model's limit, at most 8192.")
+@click.option(
+    "--max-length", type=int, help="Most tokens of prompt and answer. Default: the model's limit, at most 8192."
+)
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 def build(
@@ -121,6 +125,8 @@ def verify(bundle: Path, against: Path | None, heads: Path | None, threads: int 
     """Prove BUNDLE again: hashes, trees, commits, speculative tokens, and with --against the model's own logits."""
     from speccompile.compiler.build import verify as check
 
+    if heads is not None and against is None:
+        raise click.UsageError("--heads goes with --against.")
     with progress(as_json) as report:
         figures = check(bundle, against, heads, threads, report)
     if as_json:
@@ -175,7 +181,14 @@ def _show_proof(figures: dict[str, Any]) -> None:
 @click.option("--provider", help="ONNX Runtime execution provider. Default: CPUExecutionProvider.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object when done, instead of the text as it comes.")
 def run(
-    bundle: Path, prompt: str, chat: bool, plain: bool, threads: int | None, provider: str | None, as_json: bool, **options: Any
+    bundle: Path,
+    prompt: str,
+    chat: bool,
+    plain: bool,
+    threads: int | None,
+    provider: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Answer one prompt with BUNDLE."""
     from speccompile.runtime import load
@@ -238,7 +251,9 @@ def train() -> None:
 @click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make.")
 @click.option("--heads", type=int, default=4, show_default=True)
 @click.option("--layers", type=int, default=1, show_default=True, help="Residual blocks per head.")
-@click.option("--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all.")
+@click.option(
+    "--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all."
+)
 @click.option("--epochs", type=int, default=3, show_default=True)
 @click.option("--tree-nodes", type=int, default=8, show_default=True, help="Guesses in the recommended tree.")
 @click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once.")

@@ -103,7 +103,10 @@ def show(facts: dict[str, Any], console: Console) -> None:
         _show_pairs({"heads": "", **facts["heads"]}, console)
     for name, graph in facts["graphs"].items():
         table = Table(
-            "", "name", "type", "shape",
+            "",
+            "name",
+            "type",
+            "shape",
             title=f"{name}: {graph['file']}, {graph['dialect']}, opset {graph['opset']}, {graph['precision']}, "
             f"{graph['traced_nodes']} nodes traced, {graph['nodes']} after fusing, {graph['bytes'] / 1e6:.1f} MB",
         )
@@ -112,7 +115,12 @@ def show(facts: dict[str, Any], console: Console) -> None:
             for io in shown:
                 table.add_row(direction[:-1], io["name"], io["type"], str(io["shape"]))
             if caches := [io for io in graph[direction] if io not in shown]:
-                table.add_row(direction[:-1], f"{caches[0]['name']} ... ({len(caches)})", caches[0]["type"], str(caches[0]["shape"]))
+                table.add_row(
+                    direction[:-1],
+                    f"{caches[0]['name']} ... ({len(caches)})",
+                    caches[0]["type"],
+                    str(caches[0]["shape"]),
+                )
         console.print(table)
     tree = TokenTree.from_json(facts["tree"])
     console.print(f"tree of {len(tree)} nodes, depth {tree.max_depth}", tree.draw(), sep="\n")

@@ -95,16 +95,13 @@ class MedusaHeads:
         for head, blocks in enumerate(self.blocks):
             if len(blocks) != self.num_layers:
                 raise CheckpointError(
-                    f"{self.source}: head {head} has {len(blocks)} residual blocks but head 0 has "
-                    f"{self.num_layers}."
+                    f"{self.source}: head {head} has {len(blocks)} residual blocks but head 0 has {self.num_layers}."
                 )
             for layer, (weight, bias) in enumerate(blocks):
                 name = f"head {head} block {layer}"
                 self._check(f"{name} weight", weight, (self.hidden_size, self.hidden_size))
                 if (bias is None) != (self.blocks[0][0][1] is None):
-                    raise CheckpointError(
-                        f"{self.source}: {name} and head 0 block 0 differ in having a bias."
-                    )
+                    raise CheckpointError(f"{self.source}: {name} and head 0 block 0 differ in having a bias.")
                 if bias is not None:
                     self._check(f"{name} bias", bias, (self.hidden_size,))
         if self.lm_heads is not None:
@@ -129,9 +126,7 @@ class MedusaHeads:
 
     def _check(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self.source}: {name} has shape {list(tensor.shape)}; expected {list(shape)}."
-            )
+            raise CheckpointError(f"{self.source}: {name} has shape {list(tensor.shape)}; expected {list(shape)}.")
         if tensor.dtype != torch.float32:
             raise CheckpointError(f"{self.source}: {name} is {tensor.dtype}; expected torch.float32.")
         if not torch.isfinite(tensor).all():
@@ -180,9 +175,7 @@ def _named_tensors(heads: MedusaHeads) -> dict[str, torch.Tensor]:
 # ---- using heads ----
 
 
-def check_against(
-    heads: MedusaHeads, hidden_size: int, vocab_size: int, target_fingerprint: str | None
-) -> list[str]:
+def check_against(heads: MedusaHeads, hidden_size: int, vocab_size: int, target_fingerprint: str | None) -> list[str]:
     """Check that the heads fit a target of `hidden_size`, `vocab_size` lm_head rows and `target_fingerprint`.
 
     Returns:
@@ -218,29 +211,23 @@ def check_against(
         )
     if heads.config_heads is not None and heads.config_heads != heads.num_heads:
         warnings.append(
-            f"{source}: config.json says {heads.config_heads} heads, the file holds {heads.num_heads}; "
-            f"the file counts."
+            f"{source}: config.json says {heads.config_heads} heads, the file holds {heads.num_heads}; the file counts."
         )
     if not heads.target_fingerprint:
         # Medusa-2 trains the backbone too: its heads do not fit the public base model, though the shapes do.
-        merged = (
-            " (merged heads fit only the weights they lie beside)" if heads.layout in MERGED_LAYOUTS else ""
-        )
+        merged = " (merged heads fit only the weights they lie beside)" if heads.layout in MERGED_LAYOUTS else ""
         warnings.append(
             f"{source}: heads do not say which weights they were trained on{merged}; a wrong target shows "
             f"only as low acceptance."
         )
     elif not target_fingerprint:
         warnings.append(
-            f"{source}: the target's fingerprint is unknown, so the heads' {heads.target_fingerprint} was "
-            f"not compared."
+            f"{source}: the target's fingerprint is unknown, so the heads' {heads.target_fingerprint} was not compared."
         )
     return warnings
 
 
-def reduce_vocabulary(
-    heads: MedusaHeads, vocab_size: int, token_ids: Sequence[int] | torch.Tensor
-) -> MedusaHeads:
+def reduce_vocabulary(heads: MedusaHeads, vocab_size: int, token_ids: Sequence[int] | torch.Tensor) -> MedusaHeads:
     """Heads that draft only `token_ids` (target ids) of a target with `vocab_size` tokens.
 
     Rows of own matrices are selected here; the target's lm_head is left to `MedusaModule`, which gathers its
@@ -380,8 +367,7 @@ def _take_blocks(
                     f"and block {layers_per_head - 1}; the file is incomplete."
                 )
     return tuple(
-        tuple((block["weight"], block.get("bias")) for _, block in sorted(found[head].items()))
-        for head in range(heads)
+        tuple((block["weight"], block.get("bias")) for _, block in sorted(found[head].items())) for head in range(heads)
     )
 
 
@@ -413,9 +399,7 @@ def _take_lm_heads(
     return matrices[:1] if all(torch.equal(matrix, matrices[0]) for matrix in matrices[1:]) else matrices
 
 
-def _take_token_map(
-    file: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]
-) -> torch.Tensor | None:
+def _take_token_map(file: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor | None:
     token_map = tensors.pop("token_map", None)
     truncated, full = config.get("truncated_vocab_size"), config.get("vocab_size")
     if token_map is None:
@@ -487,9 +471,7 @@ def _check_config_counts(file: Path, config: Mapping[str, Any], heads: int, laye
         if claimed is None:
             continue
         if not isinstance(claimed, int):
-            raise CheckpointError(
-                f"{file}: config.json gives {claimed!r} as number of {what}; expected an integer."
-            )
+            raise CheckpointError(f"{file}: config.json gives {claimed!r} as number of {what}; expected an integer.")
         if claimed > held:
             raise CheckpointError(
                 f"{file}: config.json says {claimed} {what} but the file holds {held}; the file is "

@@ -59,8 +59,8 @@ class Proof:
         known = self.figures.get(name, {"difference": 0.0, "bound": bound})
         if not difference <= bound:  # NaN fails too
             raise ProofError(
-                f"proof '{name}': differs by {difference:.3g}, more than {bound:.3g} allows; the fault lies in {blame}. "
-                "Nothing was published."
+                f"proof '{name}': differs by {difference:.3g}, more than {bound:.3g} allows; "
+                f"the fault lies in {blame}. Nothing was published."
             )
         if difference >= known["difference"]:
             self.figures[name] = {"difference": float(difference), "bound": float(bound)}
@@ -111,7 +111,9 @@ def _run(cache: Any, ids: Array, tree: TokenTree) -> Array:
     """Logits [N,V] of a tree behind the committed tokens; also checks the graph's own argmax."""
     out = cache.run(ids, cache.length + tree.depths, tree.mask, tree.nodes)
     if not np.array_equal(out.logits[0].argmax(-1), out.next_ids[0]):
-        raise ProofError("proof 'next_ids': the graph's argmax differs from its logits; the fault lies in the graph's tail.")
+        raise ProofError(
+            "proof 'next_ids': the graph's argmax differs from its logits; the fault lies in the graph's tail."
+        )
     return out.logits[0].copy()
 
 
@@ -135,9 +137,13 @@ def _prove_logits(
             eager, _ = eager_logits(source, [*prompt, *tokens[path].tolist()])
             proof.require("tree", _distance(logits[path], eager[-len(path) :]), bound, "the tree mask or the positions")
         alone = _run(cache, tokens[path], TokenTree.chain(len(path) - 1))
-        proof.require("path", _distance(logits[path], alone), bound, "the attention kernel: rows depend on their neighbours")
+        proof.require(
+            "path", _distance(logits[path], alone), bound, "the attention kernel: rows depend on their neighbours"
+        )
 
-    moved = next((tree.ancestry(leaf) for leaf in leaves if tree.ancestry(leaf) != list(range(tree.depths[leaf] + 1))), None)
+    moved = next(
+        (tree.ancestry(leaf) for leaf in leaves if tree.ancestry(leaf) != list(range(tree.depths[leaf] + 1))), None
+    )
     if moved is None:
         return
     _run(cache, tokens, tree)  # the paths alone have overwritten its rows
@@ -200,8 +206,9 @@ def _prove_tokens(decoder: Decoder, prompts: list[list[int]]) -> dict[str, int]:
         gap = top_two_gap(decoder, [*prompt, *plain.token_ids[:place]])
         if gap >= TIE_GAP:
             raise ProofError(
-                f"proof 'tokens': speculative and plain greedy tokens differ on prompt {number + 1} at token {place}, where "
-                f"the best two logits are {gap:.3g} apart; the fault lies in the decoding loop. Nothing was published."
+                f"proof 'tokens': speculative and plain greedy tokens differ on prompt {number + 1} at token {place}, "
+                f"where the best two logits are {gap:.3g} apart; the fault lies in the decoding loop. "
+                "Nothing was published."
             )
         ties += 1
     return {"prompts": len(prompts), "compared": compared, "ties": ties, "rounds": rounds, "emitted": emitted}
@@ -209,7 +216,9 @@ def _prove_tokens(decoder: Decoder, prompts: list[list[int]]) -> dict[str, int]:
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
     """Index of the first token in which two texts differ (a missing one differs), or None."""
-    place = next((index for index, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
+    place = next(
+        (index for index, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b))
+    )
     return None if place == len(a) == len(b) else place
 
 

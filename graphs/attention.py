@@ -73,7 +73,9 @@ class PassThroughCache(DynamicCache):
         return key_states, value_states
 
 
-def describe_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> AttentionLayer:
+def describe_layer(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> AttentionLayer:
     """Read a layer's needs from one attention call.
 
     Raises:
@@ -82,7 +84,9 @@ def describe_layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     name = type(module).__name__
     for option in ("s_aux", "sinks", "position_bias", "alibi", "head_mask"):
         if options.get(option) is not None:
-            raise TraceError(f"{name}: attention option '{option}' is not supported; this model cannot be traced faithfully.")
+            raise TraceError(
+                f"{name}: attention option '{option}' is not supported; this model cannot be traced faithfully."
+            )
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise TraceError(f"{name}: attention is not causal; only causal language models can be compiled.")
     if key.shape[-1] != value.shape[-1] or key.shape[-1] != query.shape[-1]:

@@ -5,7 +5,8 @@ Version policy: `schema` is one number. A reader refuses any other number than i
 
     schema 1   manifest.json
                {"schema": 1, "method": "medusa" | "plain",
-                "target": {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim, width, max_length},
+                "target": {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim,
+                           width, max_length},
                 "heads":  null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
                 "graphs": {"target": {file, dialect, opset, precision, nodes, traced_nodes}, "medusa": {...}},
                 "files":  {relative path: {sha256, bytes}},
@@ -136,9 +137,14 @@ class Manifest:
         if manifest.method not in METHODS:
             raise BundleError(f"{source}: method is '{manifest.method}'; this version runs {', '.join(METHODS)}.")
         if "target" not in manifest.graphs or (manifest.method == "medusa" and "medusa" not in manifest.graphs):
-            raise BundleError(f"{source}: graphs lacks an entry that method '{manifest.method}' needs; rebuild the bundle.")
+            raise BundleError(
+                f"{source}: graphs lacks an entry that method '{manifest.method}' needs; rebuild the bundle."
+            )
         if manifest.method == "medusa" and manifest.heads is None:
             raise BundleError(f"{source}: method is 'medusa' but heads is null; rebuild the bundle.")
+        for token in manifest.eos_ids:
+            if type(token) is not int:
+                raise BundleError(f"{source}: field 'eos_ids' holds {token!r}; expected token ids.")
         for graph in manifest.graphs.values():
             if graph.file not in manifest.files:
                 raise BundleError(f"{source}: graph file '{graph.file}' has no entry under files; rebuild the bundle.")
@@ -166,13 +172,15 @@ def _record(kind: type, data: object, where: str, source: str) -> Any:
     hints = get_type_hints(kind)
     values = {}
     for item in fields(kind):
-        if hints[item.name] == (str | None):
-            values[item.name] = data.get(item.name)
+        if hints[item.name] == (str | None) and data.get(item.name) is None:
+            values[item.name] = None
         else:
-            plain = {str: str, int: int}.get(hints[item.name], dict)
+            plain = {str: str, str | None: str, int: int}.get(hints[item.name], dict)
             values[item.name] = _value(data, item.name, plain, source, f"{where}.")
     return kind(**values)
 
 
 def _records(kind: type, data: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    return {key: _record(kind, value, f"{name}.{key}", source) for key, value in _value(data, name, dict, source).items()}
+    return {
+        key: _record(kind, value, f"{name}.{key}", source) for key, value in _value(data, name, dict, source).items()
+    }

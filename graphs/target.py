@@ -74,7 +74,12 @@ def survey(model: nn.Module, max_length: int) -> Survey:
     _refuse_by_config(model)
     trace, rotary = Trace(), RotaryTables()
     module = TargetModule(model, trace, None)
-    with torch.no_grad(), _quiet_exporter(), foreign_attention(model, survey_attention(trace)), record_rotary(model, max_length, rotary):
+    with (
+        torch.no_grad(),
+        _quiet_exporter(),
+        foreign_attention(model, survey_attention(trace)),
+        record_rotary(model, max_length, rotary),
+    ):
         logits, hidden = module.run_model(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None, None)
     name, expected = type(model).__name__, model.config.get_text_config().num_hidden_layers
     if len(trace.layers) != expected:
@@ -98,7 +103,9 @@ def _refuse_by_config(model: nn.Module) -> None:
                 f"held in one graph; supported are default, linear, llama3, yarn and other fixed types."
             )
     if getattr(config, "attention_chunk_size", None):
-        raise TraceError(f"{name}: chunked attention (attention_chunk_size {config.attention_chunk_size}) is not supported.")
+        raise TraceError(
+            f"{name}: chunked attention (attention_chunk_size {config.attention_chunk_size}) is not supported."
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise TraceError(f"{name}: encoder-decoder models are not supported; give a causal language model.")
 
@@ -115,9 +122,13 @@ class TargetModule(nn.Module):
         self.model, self.trace, self.survey, self.with_hidden = model, trace, survey, with_hidden
         parameters = inspect.signature(model.forward).parameters
         if model.get_output_embeddings() is None:
-            raise TraceError(f"{type(model).__name__}: no output embedding (lm_head) found; give a causal language model.")
+            raise TraceError(
+                f"{type(model).__name__}: no output embedding (lm_head) found; give a causal language model."
+            )
         if "position_ids" not in parameters:
-            raise TraceError(f"{type(model).__name__}: forward() takes no position_ids; tree positions cannot be given to it.")
+            raise TraceError(
+                f"{type(model).__name__}: forward() takes no position_ids; tree positions cannot be given to it."
+            )
         for index, (cos, sin) in enumerate(survey.rotary.tables if survey else ()):
             self.register_buffer(f"cos_{index}", half_table(cos), persistent=False)
             self.register_buffer(f"sin_{index}", half_table(sin), persistent=False)
@@ -195,7 +206,11 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
         [torch.zeros(shape, dtype=dtype) for _ in range(2 * len(layers))],
     )
     any_batch, any_tokens = Dim("B", min=1, max=4096), Dim("T", min=1, max=65536)
-    any_total, any_capacity, any_rows = Dim("S", min=1, max=1 << 20), Dim("C", min=1, max=1 << 20), Dim("R", min=1, max=65536)
+    any_total, any_capacity, any_rows = (
+        Dim("S", min=1, max=1 << 20),
+        Dim("C", min=1, max=1 << 20),
+        Dim("R", min=1, max=65536),
+    )
     example = tuple(_widen_batch(value) for value in example)  # type: ignore[assignment]
     dynamic = (
         {0: any_batch, 1: any_tokens},

@@ -95,7 +95,9 @@ class TokenTree:
             return cls.chain(int(name[6:]))
         trees = _named_trees()
         if name not in trees:
-            raise TreeError(f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, or a JSON file.")
+            raise TreeError(
+                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, or a JSON file."
+            )
         return cls.from_paths(trees[name])
 
     @classmethod

@@ -1,9 +1,9 @@
 """The lean runtime: numpy, tokenizers, jinja2 and one backend library; never torch, transformers or onnx.
 
-    from speccompile.runtime import load
-    decoder = load("smollm2.bundle")
-    answer = decoder.generate([{"role": "user", "content": "Why is the sky blue?"}], max_new_tokens=128)
-    print(answer.text, answer.stats.mean_accepted_tokens)
+from speccompile.runtime import load
+decoder = load("smollm2.bundle")
+answer = decoder.generate([{"role": "user", "content": "Why is the sky blue?"}], max_new_tokens=128)
+print(answer.text, answer.stats.mean_accepted_tokens)
 """
 
 from speccompile.runtime.decoder import Decoder, Generation, Piece, SequenceState, load

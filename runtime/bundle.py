@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from speccompile.graphs.errors import BundleError, TreeError
-from speccompile.graphs.manifest import MANIFEST_FILE, GraphInfo, Manifest, file_info
+from speccompile.graphs.manifest import MANIFEST_FILE, FileInfo, GraphInfo, Manifest, file_info
 from speccompile.graphs.tree import TokenTree
 
 
@@ -36,23 +36,20 @@ class Bundle:
             raise BundleError(f"{path}: not a bundle, it has no {MANIFEST_FILE}; make one with 'speccompile build'.")
         try:
             data = json.loads(source.read_text("utf-8"))
-        except ValueError as error:
-            raise BundleError(f"{source}: not valid JSON ({error}); the file is damaged, rebuild the bundle.") from error
+        except (ValueError, RecursionError) as error:
+            raise BundleError(
+                f"{source}: not valid JSON ({error}); the file is damaged, rebuild the bundle."
+            ) from error
         manifest = Manifest.from_json(data, str(source))
         for name, expected in manifest.files.items():
             file = _inside(path, name, source)
-            if not file.is_file():
-                raise BundleError(f"{file}: listed in {MANIFEST_FILE} but missing; copy or build the bundle again.")
-            if file.stat().st_size != expected.bytes:
-                raise BundleError(
-                    f"{file}: {file.stat().st_size} bytes but {MANIFEST_FILE} says {expected.bytes}; "
-                    "the file is truncated or altered, copy or build the bundle again."
-                )
-            if check_hashes and (found := file_info(file).sha256) != expected.sha256:
-                raise BundleError(
-                    f"{file}: sha256 is {found[:12]}... but {MANIFEST_FILE} says {expected.sha256[:12]}...; "
-                    "the file was altered, copy or build the bundle again."
-                )
+            try:
+                _check_file(file, expected, check_hashes)
+            except OSError as error:
+                raise BundleError(f"{file}: cannot be read ({error.strerror}); copy the bundle again.") from error
+        for name in ("tokenizer.json", "chat_template.jinja"):  # read by name, not through the manifest
+            if (path / name).exists() and name not in manifest.files:
+                raise BundleError(f"{path / name}: not listed in {MANIFEST_FILE}; copy or build the bundle again.")
         try:
             tree = TokenTree.from_json(manifest.tree)
         except TreeError as error:
@@ -65,11 +62,26 @@ class Bundle:
         return self.path / info.file, info
 
 
+def _check_file(file: Path, expected: FileInfo, check_hash: bool) -> None:
+    if not file.is_file():
+        raise BundleError(f"{file}: listed in {MANIFEST_FILE} but missing; copy or build the bundle again.")
+    if file.stat().st_size != expected.bytes:
+        raise BundleError(
+            f"{file}: {file.stat().st_size} bytes but {MANIFEST_FILE} says {expected.bytes}; "
+            "the file is truncated or altered, copy or build the bundle again."
+        )
+    if check_hash and (found := file_info(file).sha256) != expected.sha256:
+        raise BundleError(
+            f"{file}: sha256 is {found[:12]}... but {MANIFEST_FILE} says {expected.sha256[:12]}...; "
+            "the file was altered, copy or build the bundle again."
+        )
+
+
 def _inside(bundle: Path, name: str, source: Path) -> Path:
     """The file `name` of the bundle, refused when it is not a plain relative path that stays inside."""
     relative = PurePosixPath(name)
     file = bundle / relative
-    unsafe = relative.is_absolute() or ".." in relative.parts or "\\" in name or ":" in name
+    unsafe = relative.is_absolute() or ".." in relative.parts or any(sign in name for sign in "\\:\0")
     if unsafe or not file.resolve().is_relative_to(bundle.resolve()):
         raise BundleError(f"{source}: file '{name}' leaves the bundle; refusing to read it.")
     return file

@@ -1,10 +1,10 @@
 """The decoding loop, one for every method: propose a tree, verify it in one target call, accept, commit.
 
-    draft    = drafter.propose(root)             the root is chosen but not in the cache yet
-    output   = target(draft.tree)                one call for all nodes
-    accepted = rule(draft, output)               a path of nodes, and the bonus that follows it
-    cache.commit(accepted.nodes)                 rows of the path stay, the rest is overwritten later
-    root     = accepted.bonus
+draft    = drafter.propose(root)             the root is chosen but not in the cache yet
+output   = target(draft.tree)                one call for all nodes
+accepted = rule(draft, output)               a path of nodes, and the bonus that follows it
+cache.commit(accepted.nodes)                 rows of the path stay, the rest is overwritten later
+root     = accepted.bonus
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ class Decoder:
         self.capacity = min(capacity or manifest.target.max_length, manifest.target.max_length)
         self.text = Text.load(bundle.path, manifest.tokenizer.special_tokens)
         self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
-        self.heads = (
-            OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.method == "medusa" else None
-        )
+        self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.method == "medusa" else None
         self.tree = bundle.tree
         self._default: SequenceState | None = None
 
@@ -201,9 +199,9 @@ class Decoder:
         if isinstance(prompt, str):
             ids = self.text.encode(prompt)
         elif prompt and isinstance(prompt[0], Mapping):
-            ids = self.text.chat([dict(message) for message in prompt])  # type: ignore[call-overload]
+            ids = self.text.chat([dict(message) for message in prompt])  # type: ignore[call-overload,arg-type]
         else:
-            ids = [int(token) for token in prompt]  # type: ignore[call-overload]
+            ids = [int(token) for token in prompt]  # type: ignore[call-overload,arg-type]
         if not ids:
             raise GenerationError("prompt: it is empty; give at least one token.")
         if len(ids) > self.capacity:

@@ -19,4 +19,4 @@ else
 fi
 
 speccompile run "$bundle" --chat --max-new-tokens 128 --prompt "Explain in three sentences why the sky is blue."
-python -m speccompile.tools.bench_medusa "$bundle" --prompts 3 --max-new-tokens 64
+python -m speccompile.tools.bench "$bundle" --prompts 3 --max-new-tokens 64

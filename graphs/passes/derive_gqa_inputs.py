@@ -46,7 +46,9 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         one = build.ints("one_row", [1])
         seqlens = build("Cast", build("Sub", build("Add", past, count), one), to=ir.DataType.INT32.value)
         scalar_total = build("Squeeze", build("Cast", total, to=ir.DataType.INT32.value), build.ints("axis_0", [0]))
-        committed = build("Expand", build.constant("true", [[[True]]], np.bool_), build("Concat", rows, count, longest, axis=0))
+        committed = build(
+            "Expand", build.constant("true", [[[True]]], np.bool_), build("Concat", rows, count, longest, axis=0)
+        )
         visible = build("Concat", committed, tree_mask, axis=-1)
 
         replaced = {SEQLENS_K: seqlens, TOTAL_LENGTH: scalar_total}
@@ -74,9 +76,13 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         graph.insert_before(first, build.nodes)
         return ir.passes.PassResult(model, True)
 
-    def _in_window(self, build: _Builder, visible: ir.Value, positions: ir.Value, longest: ir.Value, window: int) -> ir.Value:
+    def _in_window(
+        self, build: _Builder, visible: ir.Value, positions: ir.Value, longest: ir.Value, window: int
+    ) -> ir.Value:
         zero = build.constant("zero", 0, np.int64)
-        slots = build("Range", zero, build("Squeeze", longest, build.ints("axis_0", [0])), build.constant("one", 1, np.int64))
+        slots = build(
+            "Range", zero, build("Squeeze", longest, build.ints("axis_0", [0])), build.constant("one", 1, np.int64)
+        )
         new = build("ReduceMax", positions, build.ints("axis_0", [0]), keepdims=0)
         keys = build("Concat", slots, new, axis=0)
         distance = build("Sub", build("Unsqueeze", positions, build.ints("axis_2", [2])), keys)

@@ -23,7 +23,11 @@ class FoldWeights(ir.passes.InPlacePass):
             if node.op_type != "Transpose" or not is_weight(node.inputs[0]):
                 continue
             source, readers = node.inputs[0], [use.node for use in node.outputs[0].uses()]
-            if source is None or not readers or any(r.op_type != "MatMul" or r.inputs[1] is not node.outputs[0] for r in readers):
+            if (
+                source is None
+                or not readers
+                or any(r.op_type != "MatMul" or r.inputs[1] is not node.outputs[0] for r in readers)
+            ):
                 continue
             if len(source.uses()) == 1:
                 self._transpose(graph, node, source)

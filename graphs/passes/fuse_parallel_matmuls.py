@@ -50,7 +50,10 @@ class FuseParallelMatMuls(ir.passes.InPlacePass):
             add = ir.node("Add", [result, _stack(graph, [linear.bias for linear in group if linear.bias is not None])])
             nodes, result = [*nodes, add], add.outputs[0]
         split = ir.node(
-            "Split", [result, number(graph, f"split_{'_'.join(map(str, sizes))}", sizes)], {"axis": -1}, num_outputs=len(group)
+            "Split",
+            [result, number(graph, f"split_{'_'.join(map(str, sizes))}", sizes)],
+            {"axis": -1},
+            num_outputs=len(group),
         )
         source = first.out.outputs[0]
         if source.shape is not None:
@@ -68,7 +71,13 @@ def _match(node: ir.Node) -> _Linear | None:
         return None
     transpose = producer(node.inputs[1], "Transpose")
     source = transpose.inputs[0] if transpose else None
-    if source is None or not is_weight(source) or len(source.uses()) != 1 or source.shape is None or len(source.shape) != 2:
+    if (
+        source is None
+        or not is_weight(source)
+        or len(source.uses()) != 1
+        or source.shape is None
+        or len(source.shape) != 2
+    ):
         return None
     after = only_use(node.outputs[0])
     if after is not None and after.op_type == "Add":

@@ -29,7 +29,14 @@ class FuseSkipNorm(ir.passes.InPlacePass):
         if add is None or not all(map(is_weight, norm.inputs[1:])) or len(norm.inputs) != (2 if simplified else 3):
             return False
         x, y, total, out = add.inputs[0], add.inputs[1], add.outputs[0], norm.outputs[0]
-        if x is None or y is None or not same_shape(x, y) or out.shape is None or len(out.shape) != 3 or total.is_graph_output():
+        if (
+            x is None
+            or y is None
+            or not same_shape(x, y)
+            or out.shape is None
+            or len(out.shape) != 3
+            or total.is_graph_output()
+        ):
             return False
         epsilon = norm.attributes.get("epsilon")
         fused = ir.node(

@@ -55,9 +55,13 @@ def number(graph: ir.Graph, name: str, array: npt.ArrayLike, dtype: npt.DTypeLik
     return weight(graph, name, ir.tensor(data, name=name))
 
 
-def lazy(make: Callable[[], npt.NDArray[np.generic]], dtype: ir.DataType, shape: Iterable[int], name: str) -> ir.LazyTensor:
+def lazy(
+    make: Callable[[], npt.NDArray[np.generic]], dtype: ir.DataType, shape: Iterable[int], name: str
+) -> ir.LazyTensor:
     """A tensor computed when it is written, so that fusing does not hold a second copy of all weights."""
-    return ir.LazyTensor(lambda: ir.tensor(make(), dtype=dtype, name=name), dtype=dtype, shape=ir.Shape(shape), name=name)
+    return ir.LazyTensor(
+        lambda: ir.tensor(make(), dtype=dtype, name=name), dtype=dtype, shape=ir.Shape(shape), name=name
+    )
 
 
 def same_shape(a: ir.Value, b: ir.Value) -> bool:

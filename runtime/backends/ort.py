@@ -220,11 +220,11 @@ class OrtHeads:
         self.hidden = np.zeros((1, 1, self.width), np.float32)
         shape = (1, 1, self.heads, self.top_k)
         self.ids, self.logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-        outputs = {contract.TOPK_IDS: self.ids, contract.TOPK_LOGPROBS: self.logprobs}
+        outputs: dict[str, Array] = {contract.TOPK_IDS: self.ids, contract.TOPK_LOGPROBS: self.logprobs}
         self._kept = _bind(self.io, {contract.HIDDEN: self.hidden}, outputs)
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
-        """hidden float32 [F] -> (ids int64 [heads,K], logprobs float32 [heads,K]), views overwritten by the next call."""
+        """hidden float32 [F] -> ids int64 [heads,K] and logprobs float32 [heads,K], views that the next call overwrites."""
         self.hidden[0, 0] = hidden
         before = perf_counter()
         self.session.run_with_iobinding(self.io)

@@ -43,7 +43,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "mistral-window": ("MistralConfig", {"sliding_window": WINDOW}),
     "phi3": ("Phi3Config", {}),
-    "phi": ("PhiConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi": (
+        "PhiConfig",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "gemma": ("GemmaConfig", {}),
     "gemma2": ("Gemma2Config", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
@@ -75,7 +78,9 @@ def tiny_config(name: str, **changes: Any) -> Any:
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A random small model in float32, in eval mode, with weights large enough that attention matters."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **changes), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        tiny_config(name, **changes), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

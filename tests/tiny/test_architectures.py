@@ -48,9 +48,10 @@ def test_tree_and_commit_equal_eager(name: str, tmp_path: Path) -> None:
     for node in range(len(tree)):
         path = tree.ancestry(node)
         np.testing.assert_allclose(logits[node], eager(torch.cat([prompt, tokens[path]])), atol=TOLERANCE, rtol=0)
-        assert logits[node].argmax() == cache.run(
-            tokens.numpy(), cache.length + tree.depths, tree.mask, np.arange(len(tree))
-        ).next_ids[0, node]
+        assert (
+            logits[node].argmax()
+            == cache.run(tokens.numpy(), cache.length + tree.depths, tree.mask, np.arange(len(tree))).next_ids[0, node]
+        )
 
     accepted = tree.ancestry(5)
     assert accepted != list(range(len(accepted)))

@@ -123,9 +123,7 @@ def test_graph_equals_float64(layers: int, lm_heads: int, mapped: bool) -> None:
 def test_graph_has_the_contract_and_no_wasted_work() -> None:
     """One product for all first blocks, one for the shared lm_head, no transposes, symbolic B and R."""
     heads = make_heads(layers=1, lm_heads=0)
-    model = export_medusa(
-        MedusaModule(heads.blocks, None, TOP_K, target_lm_head=torch.randn(VOCABULARY, HIDDEN))
-    )
+    model = export_medusa(MedusaModule(heads.blocks, None, TOP_K, target_lm_head=torch.randn(VOCABULARY, HIDDEN)))
     assert [(value.name, value.dtype) for value in (*model.graph.inputs, *model.graph.outputs)] == [
         ("hidden", onnx_ir.DataType.FLOAT),
         ("topk_ids", onnx_ir.DataType.INT64),
@@ -209,9 +207,7 @@ def test_head_offset_on_a_periodic_sequence(tmp_path: Path) -> None:
     lm_head = torch.zeros(1000, period)
     for place in range(period):
         lm_head[tokens[(place + 1) % period], place] = 1.0
-    blocks = tuple(
-        ((2.5 * torch.eye(period).roll(h + 1, dims=0), torch.zeros(period)),) for h in range(count)
-    )
+    blocks = tuple(((2.5 * torch.eye(period).roll(h + 1, dims=0), torch.zeros(period)),) for h in range(count))
     write_heads(MedusaHeads(period, blocks), tmp_path)
     heads = read_heads(tmp_path)
     session = session_of(export_medusa(MedusaModule(heads.blocks, None, 2, target_lm_head=lm_head)))

@@ -104,9 +104,7 @@ def assert_same(loaded: MedusaHeads, heads: MedusaHeads) -> None:
 @pytest.mark.parametrize("own", [True, False], ids=["A", "B"])
 def test_layouts_a_and_b(tmp_path: Path, file: str, own: bool) -> None:
     heads = make_heads(own=own)
-    write_config(
-        tmp_path, medusa_num_heads=HEADS, medusa_num_layers=LAYERS, base_model_name_or_path="some/base"
-    )
+    write_config(tmp_path, medusa_num_heads=HEADS, medusa_num_layers=LAYERS, base_model_name_or_path="some/base")
     loaded = read_heads(save(tmp_path, layout_tensors(heads), file))
     assert_same(loaded, heads)
     assert loaded.layout == ("A" if own else "B")
@@ -133,9 +131,7 @@ def test_merged_single_file(tmp_path: Path, file: str, prefix: str, layout: str)
 
 def test_merged_without_own_matrices_does_not_take_the_base_lm_head(tmp_path: Path) -> None:
     heads = make_heads(own=False)
-    loaded = read_heads(
-        save(tmp_path, base_model() | layout_tensors(heads, "medusa_head."), "model.safetensors")
-    )
+    loaded = read_heads(save(tmp_path, base_model() | layout_tensors(heads, "medusa_head."), "model.safetensors"))
     assert_same(loaded, heads)
 
 
@@ -150,9 +146,7 @@ def save_sharded(folder: Path, heads: MedusaHeads) -> dict[str, str]:
     for name, shard in shards.items():
         save(folder, shard, name)
     weight_map = {key: name for name, shard in shards.items() for key in shard}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return weight_map
 
 
@@ -168,20 +162,12 @@ def test_merged_sharded_reads_only_shards_with_heads(tmp_path: Path) -> None:
 def test_merged_sharded_errors(tmp_path: Path) -> None:
     weight_map = save_sharded(tmp_path, make_heads())
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(
-        json.dumps({"weight_map": weight_map | {"medusa_head.0.0.linear.weight": "../out.safetensors"}})
-    )
-    with pytest.raises(
-        CheckpointError, match=r"index\.json: shard '\.\./out\.safetensors' is not a plain file"
-    ):
+    index.write_text(json.dumps({"weight_map": weight_map | {"medusa_head.0.0.linear.weight": "../out.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: shard '\.\./out\.safetensors' is not a plain file"):
         read_heads(tmp_path)
     wrong = weight_map | {"medusa_head.0.0.linear.weight": "model-00002-of-00003.safetensors"}
-    index.write_text(
-        json.dumps({"weight_map": wrong | {"medusa_head.99.0.linear.weight": wrong["lm_head.weight"]}})
-    )
-    with pytest.raises(
-        CheckpointError, match=r"'medusa_head\.99\.0\.linear\.weight' is not in shard model-00001"
-    ):
+    index.write_text(json.dumps({"weight_map": wrong | {"medusa_head.99.0.linear.weight": wrong["lm_head.weight"]}}))
+    with pytest.raises(CheckpointError, match=r"'medusa_head\.99\.0\.linear\.weight' is not in shard model-00001"):
         read_heads(tmp_path)
     index.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
     with pytest.raises(CheckpointError, match="weight_map is missing"):
@@ -192,9 +178,7 @@ def test_merged_sharded_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 def test_vllm(tmp_path: Path, prefix: str, bias: bool) -> None:
     heads = make_heads(bias=bias)
-    write_config(
-        tmp_path, model_type="medusa", num_heads=HEADS, num_hidden_layers=LAYERS, medusa_fc_bias=bias
-    )
+    write_config(tmp_path, model_type="medusa", num_heads=HEADS, num_hidden_layers=LAYERS, medusa_fc_bias=bias)
     loaded = read_heads(save(tmp_path, vllm_tensors(heads, prefix), "model.safetensors"))
     assert_same(loaded, heads)
     assert loaded.layout == "vLLM"
@@ -292,9 +276,7 @@ def test_write_in_half_precision(tmp_path: Path) -> None:
     bias = heads.blocks[2][0][1]
     assert bias is not None
     bias[4] = 1e6
-    with pytest.raises(
-        CheckpointError, match=r"2\.0\.linear\.bias reaches 1e\+06, too large for torch\.float16"
-    ):
+    with pytest.raises(CheckpointError, match=r"2\.0\.linear\.bias reaches 1e\+06, too large for torch\.float16"):
         write_heads(heads, tmp_path)
 
 
@@ -313,8 +295,7 @@ def test_file_counts_when_config_says_fewer_heads(tmp_path: Path) -> None:
     heads = read_heads(save(tmp_path, layout_tensors(make_heads())))
     assert (heads.num_heads, heads.num_layers, heads.config_heads) == (HEADS, LAYERS, 2)
     assert any(
-        "says 2 heads, the file holds 11" in warning
-        for warning in check_against(heads, HIDDEN, VOCABULARY, None)
+        "says 2 heads, the file holds 11" in warning for warning in check_against(heads, HIDDEN, VOCABULARY, None)
     )
 
 

@@ -232,17 +232,13 @@ def test_keep_needs_the_parents() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(
-        TreeError, match=r"tree 'mc_sim' is unknown; use one of eagle_mc_sim_25, mc_sim_7b_63"
-    ):
+    with pytest.raises(TreeError, match=r"tree 'mc_sim' is unknown; use one of eagle_mc_sim_25, mc_sim_7b_63"):
         TokenTree.named("mc_sim")
     with pytest.raises(TreeError, match="tree 'chain-x' is unknown"):
         TokenTree.named("chain-x")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "3", "null", '{"nodes": []}', "[0, 1]", '[["a"]]', "[[[0]]]", '"00 01"']
-)
+@pytest.mark.parametrize("text", ["", "{", "3", "null", '{"nodes": []}', "[0, 1]", '[["a"]]', "[[[0]]]", '"00 01"'])
 def test_bad_files(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tree.json"
     file.write_text(text)

@@ -121,7 +121,7 @@ def converse(
     while live.any():
         out = target_out = cache.run(feed, past[:, None], mask, one_row, past)
         assert target_out.hidden is not None
-        for index in np.flatnonzero(live):
+        for index in np.flatnonzero(live).tolist():
             state, token = states[index], int(feed[index, 0])
             state.tokens.append(token)
             past[index] += 1
@@ -235,7 +235,10 @@ def read_shard(path: Path) -> list[Conversation]:
         data = load_file(path)
         prompts = np.split(data["prompts"], np.cumsum(data["prompt_lengths"])[:-1])
         ends = np.cumsum(data["answer_lengths"])[:-1]
-        return [Conversation(*parts) for parts in zip(prompts, np.split(data["answers"], ends), np.split(data["features"], ends), strict=True)]
+        return [
+            Conversation(*parts)
+            for parts in zip(prompts, np.split(data["answers"], ends), np.split(data["features"], ends), strict=True)
+        ]
     except Exception as error:
         raise CheckpointError(f"{path}: not a feature shard ({error}); delete it and make the data again.") from error
 

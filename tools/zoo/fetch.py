@@ -122,8 +122,7 @@ def heads(name: str) -> Path:
     folder = Path(__file__).with_name(f"{_find(name).name}-medusa")
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: no heads are shipped for {name}; train some with "
-            "`speccompile train medusa MODEL --out HEADS`."
+            f"{folder}: no heads are shipped for {name}; train some with `speccompile train medusa MODEL --out HEADS`."
         )
     return folder
 

@@ -1,0 +1,89 @@
+"""Weights stored the way their MatMul reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from speccompile.graphs.passes import FoldWeights
+from tests.tiny.passes import apply, graph, kinds, normal, only
+
+X = [{"x": normal(2, 3, 8)}, {"x": normal(1, 1, 8)}]
+TIED = """agraph (int64[B,T] ids, float[B,T,8] x) => (float[B,T,8] e, float[B,T,12] y)
+    <float[8,12] t, float[B,T,12] z> {
+        e = Gather<axis = 0>(W, ids)
+        t = Transpose<perm = [1, 0]>(W)
+        z = MatMul(x, t)
+        y = Neg(z)
+    }"""
+TIED_FEEDS = [{"ids": np.array([[3, 0, 11]]), "x": normal(1, 3, 8)}, {"ids": np.array([[7], [7]]), "x": normal(2, 1, 8)}]
+
+
+def test_a_weight_of_its_own_is_stored_transposed() -> None:
+    weight = normal(12, 8)
+    model = graph(
+        """agraph (float[B,T,8] x) => (float[B,T,12] y) <float[8,12] t> {
+            t = Transpose<perm = [1, 0]>(W)
+            y = MatMul(x, t)
+        }""",
+        W=weight,
+    )
+    assert apply(FoldWeights(), model, X)
+    assert kinds(model) == {"MatMul": 1}
+    stored = only(model, "MatMul").inputs[1]
+    assert stored is not None
+    assert stored.const_value is not None
+    np.testing.assert_array_equal(stored.const_value.numpy(), weight.T)
+
+
+def test_one_transpose_may_serve_several_products() -> None:
+    model = graph(
+        """agraph (float[B,T,8] x) => (float[B,T,12] y) <float[8,12] t, float[B,T,12] a, float[B,T,12] b, float[B,T,8] n> {
+            t = Transpose<perm = [1, 0]>(W)
+            n = Neg(x)
+            a = MatMul(x, t)
+            b = MatMul(n, t)
+            y = Mul(a, b)
+        }""",
+        W=normal(12, 8),
+    )
+    assert apply(FoldWeights(), model, X)
+    assert kinds(model) == {"Neg": 1, "MatMul": 2, "Mul": 1}
+
+
+def test_a_tied_table_is_stored_once_and_read_by_gemm() -> None:
+    table = normal(12, 8)
+    model = graph(TIED, W=table)
+    assert apply(FoldWeights(), model, TIED_FEEDS)
+    gemm = only(model, "Gemm")
+    assert gemm.inputs[1] is only(model, "Gather").inputs[0]
+    assert gemm.attributes["transB"].as_int() == 1
+    assert "Transpose" not in kinds(model)
+    assert "MatMul" not in kinds(model)
+    large = [value for value in model.graph.initializers.values() if value.const_value and value.const_value.size > 3]
+    assert [value.name for value in large] == ["W"]
+
+
+def test_the_products_name_shape_and_place_as_an_output_are_kept() -> None:
+    model = graph(TIED.replace("z = MatMul(x, t)\n        y = Neg(z)", "y = MatMul(x, t)"), W=normal(12, 8))
+    assert apply(FoldWeights(), model, TIED_FEEDS)
+    out = model.graph.outputs[1]
+    assert out.shape is not None
+    assert (out.name, [str(size) for size in out.shape]) == ("y", ["B", "T", "12"])
+
+
+@pytest.mark.parametrize(
+    ("body", "weights"),
+    [
+        ("y = MatMul(x, W)", {"W": (8, 8)}),  # no transpose
+        ("t = Transpose<perm = [0, 2, 1]>(x) y = MatMul(t, x)", {}),  # not a weight
+        ("t = Transpose<perm = [1, 0]>(W) y = MatMul(t, v)", {"W": (8, 8), "v": (8, 8)}),  # the left operand
+        ("t = Transpose<perm = [1, 0]>(W) a = MatMul(x, t) y = Add(a, t)", {"W": (8, 8)}),  # another reader
+    ],
+)
+def test_everything_else_stays(body: str, weights: dict[str, tuple[int, ...]]) -> None:
+    arrays = {name: normal(*shape) for name, shape in weights.items()}
+    model = graph(f"agraph (float[B,T,8] x) => (float[U,V,W] y) {{ {body} }}", **arrays)
+    before = kinds(model)
+    assert not apply(FoldWeights(), model, [{"x": normal(2, 8, 8)}])
+    assert kinds(model) == before

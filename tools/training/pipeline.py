@@ -1,0 +1,150 @@
+"""`speccompile train medusa`: model -> graph -> conversations with features -> heads, tree and card."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from speccompile.compiler.build import write_target
+from speccompile.compiler.checkpoint import Source, read_model
+from speccompile.compiler.medusa_heads import write_heads
+from speccompile.compiler.publish import staged
+from speccompile.graphs.errors import CheckpointError
+from speccompile.graphs.target import survey
+from speccompile.runtime.backends.ort import OrtTarget
+from speccompile.tools.training.conversations import TurnTokens, converse, make_conversations, read_questions
+from speccompile.tools.training.medusa import train_medusa
+
+USER_WORDS = "USER WORDS GO HERE"
+DATA_LENGTH = 2048  # positions of the graph that makes data
+
+Report = Callable[[str], None]
+
+
+def train_medusa_heads(
+    model: Path,
+    out: Path,
+    work: Path,
+    *,
+    tokens: int,
+    heads: int,
+    layers: int,
+    draft_vocabulary: int,
+    epochs: int,
+    tree_nodes: int,
+    rows: int,
+    seed: int,
+    device: str,
+    data: Path | None = None,
+    report: Report = lambda _: None,
+) -> dict[str, Any]:
+    """Train Medusa heads for a model on its own answers and publish them at `out`.
+
+    Args:
+        work: folder of the data and of training checkpoints; a second call goes on where the first stopped.
+        tokens: answer tokens to make; what `work` holds already counts.
+        data: JSONL file of user turns to answer instead of self-made ones.
+        tree_nodes: guesses in the tree recommended beside the heads.
+
+    Returns:
+        the card: settings, counts, held-out accuracy per head and rank, seconds.
+
+    Raises:
+        CheckpointError: when `out` exists already or the model has no chat template to make data with.
+    """
+    started = time.monotonic()
+    with staged(out) as folder:
+        report("reading the model")
+        source = read_model(model)
+        work.mkdir(parents=True, exist_ok=True)
+        made = _make_data(source, work, tokens, rows, seed, data, report)
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        lm_head = source.lm_head.weight.detach()
+        trained, results = train_medusa(
+            work / "conversations",
+            lm_head,  # type: ignore[arg-type]
+            heads=heads,
+            layers=layers,
+            draft_vocabulary=draft_vocabulary,
+            epochs=epochs,
+            seed=seed,
+            device=chosen,
+            work=work / "checkpoint",
+            target_fingerprint=source.fingerprint,
+            tree_nodes=tree_nodes,
+            report=report,
+        )
+        tree = results.pop("tree")
+        card = {
+            "method": "medusa",
+            "target": source.architecture,
+            "target_fingerprint": source.fingerprint,
+            "data": {"source": str(data) if data else "self-made", "answer_tokens": made, "seed": seed},
+            "settings": {"heads": heads, "layers": layers, "draft_vocabulary": draft_vocabulary, "epochs": epochs},
+            **results,
+            "hours": (time.monotonic() - started) / 3600,
+        }
+        write_heads(trained, folder)
+        (folder / "tree.json").write_text(json.dumps(tree.to_json()) + "\n", "utf-8")
+        (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n", "utf-8")
+    return card
+
+
+def turn_tokens(source: Source) -> TurnTokens:
+    """The chat template around a user turn, as token ids.
+
+    Raises:
+        CheckpointError: when there is no template, or it does not leave the user's words as they are.
+    """
+    tokenizer = source.tokenizer
+    if tokenizer.chat_template is None:
+        raise CheckpointError(f"{source.path}: its tokenizer has no chat template; training data needs one.")
+    message = [{"role": "user", "content": USER_WORDS}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    if text.count(USER_WORDS) != 1:
+        raise CheckpointError(f"{source.path}: its chat template does not keep the user's words in one piece.")
+    prefix, suffix = (tokenizer.encode(part, add_special_tokens=False) for part in text.split(USER_WORDS))
+    if not prefix or not suffix:
+        raise CheckpointError(f"{source.path}: its chat template writes nothing before or after the user's words.")
+    return TurnTokens(prefix, suffix, frozenset({*source.eos_ids, suffix[0]}))
+
+
+def _make_data(
+    source: Source, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report
+) -> int:
+    graph = work / "graph"
+    if not (graph / "target.onnx").is_file():
+        with staged(graph, replace=True) as folder:
+            limit = min(DATA_LENGTH, source.model.config.get_text_config().max_position_embeddings)
+            write_target(source, survey(source.model, limit), folder, True, report)
+    folder = work / "conversations"
+    shards = len(list(folder.glob("shard-*.safetensors")))
+    questions: Iterator[list[int]] | None = None
+    if data is not None:
+        questions = read_questions(data, lambda text: source.tokenizer.encode(text, add_special_tokens=False))
+    # A resumed run draws from a new stream, so that it does not make the same conversations again.
+    source_of_data = converse(
+        OrtTarget(graph / "target.onnx"),
+        turn_tokens(source),
+        np.random.default_rng([seed, shards]),
+        rows=rows,
+        questions=questions,
+    )
+    began, start = time.monotonic(), -1
+
+    def show(done: int) -> None:
+        nonlocal start
+        start = done if start < 0 else start
+        rate = (done - start) / max(time.monotonic() - began, 1e-9)
+        report(f"making data: {done:,} of {tokens:,} answer tokens, {rate:.0f} a second")
+
+    return make_conversations(source_of_data, folder, tokens, show)
+
+
+__all__ = ["train_medusa_heads", "turn_tokens"]
