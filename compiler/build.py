@@ -16,7 +16,7 @@ from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
 from speccompile.compiler.prove import prove
 from speccompile.compiler.publish import staged
-from speccompile.graphs.errors import BundleError, CheckpointError, SpecCompileError
+from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError
 from speccompile.graphs.manifest import (
     MANIFEST_FILE,
     SCHEMA,
@@ -35,6 +35,7 @@ from speccompile.runtime.decoder import load
 
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
+PROOF_CAPACITY = 1024  # tokens a sequence may hold while the bundle is proved
 VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
 
 Report = Callable[[str], None]
@@ -91,7 +92,10 @@ def build(
         )
         write_manifest(manifest, folder)
         eager_heads = medusa_module(source, drafted, _top_k(drafted, chosen)) if drafted else None
-        proof = prove(load(folder, check_hashes=False), source, eager_heads, report)
+        try:
+            proof = prove(load(folder, check_hashes=False, capacity=PROOF_CAPACITY), source, eager_heads, report)
+        except ProofError as error:
+            raise ProofError(f"{error} Nothing was published.") from error
         manifest = replace(manifest, proof=proof)
         write_manifest(manifest, folder)
         report("publishing")

@@ -60,7 +60,7 @@ class Proof:
         if not difference <= bound:  # NaN fails too
             raise ProofError(
                 f"proof '{name}': differs by {difference:.3g}, more than {bound:.3g} allows; "
-                f"the fault lies in {blame}. Nothing was published."
+                f"the fault lies in {blame}."
             )
         if difference >= known["difference"]:
             self.figures[name] = {"difference": float(difference), "bound": float(bound)}
@@ -207,8 +207,7 @@ def _prove_tokens(decoder: Decoder, prompts: list[list[int]]) -> dict[str, int]:
         if gap >= TIE_GAP:
             raise ProofError(
                 f"proof 'tokens': speculative and plain greedy tokens differ on prompt {number + 1} at token {place}, "
-                f"where the best two logits are {gap:.3g} apart; the fault lies in the decoding loop. "
-                "Nothing was published."
+                f"where the best two logits are {gap:.3g} apart; the fault lies in the decoding loop."
             )
         ties += 1
     return {"prompts": len(prompts), "compared": compared, "ties": ties, "rounds": rounds, "emitted": emitted}

