@@ -145,6 +145,12 @@ class Manifest:
         for token in manifest.eos_ids:
             if type(token) is not int:
                 raise BundleError(f"{source}: field 'eos_ids' holds {token!r}; expected token ids.")
+        made_for = manifest.heads.target_fingerprint if manifest.heads else None
+        if made_for is not None and made_for != manifest.target.fingerprint:
+            raise BundleError(
+                f"{source}: heads.target_fingerprint is {made_for[:12]}... but target.fingerprint is "
+                f"{manifest.target.fingerprint[:12]}...; these heads were made for another model, rebuild the bundle."
+            )
         for graph in manifest.graphs.values():
             if graph.file not in manifest.files:
                 raise BundleError(f"{source}: graph file '{graph.file}' has no entry under files; rebuild the bundle.")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import tokenizers
 import torch
@@ -14,13 +15,16 @@ import transformers
 from tests.tiny.models import VOCAB, tiny_model
 from tokenizers import decoders, pre_tokenizers, trainers
 
+from speccompile.compiler import build as building
 from speccompile.compiler.build import build
 from speccompile.compiler.checkpoint import read_model
 from speccompile.compiler.cli import main
 from speccompile.compiler.medusa_heads import MedusaHeads, head_offset, write_heads
 from speccompile.compiler.prove import PROMPTS, eager_logits
+from speccompile.graphs.manifest import GraphInfo
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime import Decoder, load
+from speccompile.runtime.bundle import Bundle
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -190,3 +194,16 @@ def speccompile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     yield call
     signal.signal(signal.SIGTERM, terminated)
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path) -> None:
+    """Builds take seconds less: the graphs of `tiny_bundle` are written again instead of traced anew."""
+    graphs = Bundle.open(tiny_bundle).manifest.graphs
+
+    def copy(name: str, folder: Path) -> GraphInfo:
+        ir.save(ir.load(tiny_bundle / f"{name}.onnx"), folder / f"{name}.onnx", external_data=f"{name}.onnx.data")
+        return graphs[name]
+
+    monkeypatch.setattr(building, "write_target", lambda _source, _found, folder, *_: copy("target", folder))
+    monkeypatch.setattr(building, "write_heads_graph", lambda _source, _heads, _tree, folder: copy("medusa", folder))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from speccompile.graphs.errors import CheckpointError, GenerationError
 from speccompile.runtime.backends.ort import OrtTarget
 
 SHARD_TOKENS = 16_384
+SHORTEST_ANSWER = 8  # shorter ones teach nothing beyond the first head
 ASK_TEMPERATURE, ASK_TOP_P, ASK_TOP_K = 1.0, 0.95, 64
 
 
@@ -59,9 +61,9 @@ class TurnTokens:
 
 @dataclass
 class _Row:
-    """One row of the batch: the tokens so far, those still to be fed as they are, and the answer being made."""
+    """One row of the batch: the tokens fed so far, those to be fed as they are, and the answer being made."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     forced: list[int] = field(default_factory=list)
     asking: bool = False
     asked: int = 0
@@ -69,22 +71,28 @@ class _Row:
     features: list[npt.NDArray[np.float16]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Longest user turn (a longer one is cut) and longest answer, in tokens."""
+
+    question: int = 64
+    given_question: int = 1024
+    answer: int = 160
+
+
 def converse(
     target: OrtTarget,
     turn: TurnTokens,
     rng: np.random.Generator,
     *,
-    rows: int = 64,
-    max_question: int = 64,
-    max_answer: int = 160,
+    rows: int = 96,
+    limits: Limits = Limits(),
     questions: Iterator[list[int]] | None = None,
 ) -> Iterator[Conversation]:
     """Conversations, for ever (or until `questions`, token ids of user turns, run out).
 
     Args:
         rows: rows of the batch.
-        max_question: longest sampled user turn, in tokens; a longer one is cut there.
-        max_answer: longest answer, in tokens.
         questions: user turns to answer instead of sampling them.
 
     Raises:
@@ -92,65 +100,68 @@ def converse(
     """
     if target.width is None:
         raise GenerationError("target graph: it has no 'hidden' output; build it with --method medusa.")
-    room = max_question if questions is None else 1024
-    cache = target.open(len(turn.prefix) + room + len(turn.suffix) + max_answer + 1, rows)
+    longest = limits.question if questions is None else limits.given_question
+    cache = target.open(len(turn.prefix) + longest + len(turn.suffix) + limits.answer, rows)
     first_logits = _share_prefix(target, cache.buffer, turn.prefix)
-    past = np.zeros(rows, np.int64)
-    feed = np.zeros((rows, 1), np.int64)
-    states = [_Row() for _ in range(rows)]
-    live = np.ones(rows, np.bool_)
+
+    def start() -> tuple[_Row, int] | None:
+        """A row after the shared prefix, and the token to feed it first; None when the questions have run out."""
+        if questions is None:
+            return _Row(list(turn.prefix), asking=True), _sample(first_logits, rng)
+        question = next(questions, None)
+        if question is None:
+            return None
+        first, *forced = [*question[:longest], *turn.suffix]
+        return _Row(list(turn.prefix), forced), first
+
+    states: list[_Row | None] = [None] * rows
+    past, feed = np.zeros(rows, np.int64), np.full((rows, 1), turn.prefix[0], np.int64)
 
     def restart(index: int) -> None:
-        state = states[index] = _Row(tokens=list(turn.prefix))
-        past[index] = len(turn.prefix)
-        if questions is None:
-            state.asking = True
-            feed[index, 0] = _sample(first_logits, rng)
-        else:
-            question = next(questions, None)
-            if question is None:
-                live[index] = False
-                past[index], feed[index, 0] = 0, turn.prefix[0]
-                return
-            state.forced = [*question[:room], *turn.suffix]
-            feed[index, 0] = state.forced.pop(0)
+        begun = start()
+        states[index], feed[index, 0] = begun or (None, turn.prefix[0])
+        past[index] = len(turn.prefix) if begun else 0
 
     for index in range(rows):
         restart(index)
     mask, one_row = np.ones((rows, 1, 1), np.bool_), np.zeros(1, np.int64)
-    while live.any():
-        out = target_out = cache.run(feed, past[:, None], mask, one_row, past)
-        assert target_out.hidden is not None
-        for index in np.flatnonzero(live).tolist():
-            state, token = states[index], int(feed[index, 0])
-            state.tokens.append(token)
+    while any(states):
+        out = cache.run(feed, past[:, None], mask, one_row, past)
+        assert out.hidden is not None
+        for index, state in enumerate(states):
+            if state is None:
+                continue
+            state.tokens.append(int(feed[index, 0]))
             past[index] += 1
-            if state.asking:
-                state.asked += 1
-                following = _sample(out.logits[index, 0], rng)
-                if following in turn.stops or state.asked >= max_question:
-                    state.asking, state.forced = False, list(turn.suffix)
-                    following = state.forced.pop(0)
-                feed[index, 0] = following
-            elif state.forced:
-                feed[index, 0] = state.forced.pop(0)
-            else:
-                following = int(out.next_ids[index, 0])
-                state.answer.append(following)
-                state.features.append(target_out.hidden[index, 0].astype(np.float16))
-                feed[index, 0] = following
-                if following in turn.stops or len(state.answer) >= max_answer:
-                    if finished := _finish(state):
-                        yield finished
-                    restart(index)
+            if state.asking or state.forced:
+                feed[index, 0] = _write_prompt(state, turn, limits, partial(_sample, out.logits[index, 0], rng))
+                continue
+            feed[index, 0] = following = int(out.next_ids[index, 0])
+            state.answer.append(following)
+            state.features.append(out.hidden[index, 0].astype(np.float16))
+            if following in turn.stops or len(state.answer) >= limits.answer:
+                if len(state.answer) >= SHORTEST_ANSWER:
+                    yield _finish(state)
+                restart(index)
 
 
-def _finish(state: _Row) -> Conversation | None:
+def _write_prompt(state: _Row, turn: TurnTokens, limits: Limits, sample: Callable[[], int]) -> int:
+    """The next token of a row that is not answering yet: sampled while it asks, then the template's own."""
+    if state.asking:
+        state.asked += 1
+        following = sample()
+        if following not in turn.stops and state.asked < limits.question:
+            return following
+        state.asking, state.forced = False, list(turn.suffix)
+    return state.forced.pop(0)
+
+
+def _finish(state: _Row) -> Conversation:
     features = np.stack(state.features)
     if not np.isfinite(features).all():
         raise GenerationError("hidden states: some do not fit float16; this target's features cannot be cached.")
-    prompt = np.array(state.tokens[: len(state.tokens) - len(state.answer) + 1], np.int32)
-    return Conversation(prompt, np.array(state.answer, np.int32), features) if len(state.answer) >= 8 else None
+    prompt = state.tokens[: len(state.tokens) - len(state.answer) + 1]  # the last answer token was never fed
+    return Conversation(np.array(prompt, np.int32), np.array(state.answer, np.int32), features)
 
 
 def _share_prefix(target: OrtTarget, buffer: npt.NDArray[np.float32], prefix: Sequence[int]) -> npt.NDArray[np.float32]:

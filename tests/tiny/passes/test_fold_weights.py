@@ -16,7 +16,10 @@ TIED = """agraph (int64[B,T] ids, float[B,T,8] x) => (float[B,T,8] e, float[B,T,
         z = MatMul(x, t)
         y = Neg(z)
     }"""
-TIED_FEEDS = [{"ids": np.array([[3, 0, 11]]), "x": normal(1, 3, 8)}, {"ids": np.array([[7], [7]]), "x": normal(2, 1, 8)}]
+TIED_FEEDS = [
+    {"ids": np.array([[3, 0, 11]]), "x": normal(1, 3, 8)},
+    {"ids": np.array([[7], [7]]), "x": normal(2, 1, 8)},
+]
 
 
 def test_a_weight_of_its_own_is_stored_transposed() -> None:
