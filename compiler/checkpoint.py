@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,14 @@ def read_model(path: Path) -> Source:
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             trust_remote_code=False,
         )
     except Exception as error:
-        raise CheckpointError(f"{path}: the weights cannot be loaded ({_first_sentence(error)}).") from error
+        reason = "they hold code, which is never run" if _is_pickle(error) else _first_sentence(error)
+        raise CheckpointError(
+            f"{path}: the weights cannot be loaded ({reason}); fetch the checkpoint again, as safetensors."
+        ) from error
     problems = [*sorted(info["missing_keys"]), *(str(item[0]) for item in sorted(info["mismatched_keys"]))]
     if problems:
         raise CheckpointError(
@@ -136,6 +141,13 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
+
+
+def _is_pickle(error: BaseException | None) -> bool:
+    """Whether torch's unpickler refused a file; its own advice is to run the code."""
+    while error is not None and not isinstance(error, pickle.UnpicklingError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _first_sentence(error: Exception) -> str:

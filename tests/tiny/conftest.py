@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tests.tiny.models import VOCAB, tiny_model
 from tokenizers import decoders, pre_tokenizers, trainers
 
 from speccompile.compiler import build as building
@@ -25,6 +24,7 @@ from speccompile.graphs.manifest import GraphInfo
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.bundle import Bundle
+from tests.tiny.models import VOCAB, tiny_model
 
 Cli = Callable[..., tuple[int, str, str]]
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from tests.tiny.conftest import Cli
 
 from speccompile.graphs.errors import BundleError, GenerationError, SpecCompileError
 from speccompile.graphs.manifest import (
@@ -28,6 +27,7 @@ from speccompile.graphs.manifest import (
 )
 from speccompile.runtime import load
 from speccompile.runtime.bundle import Bundle
+from tests.tiny.conftest import Cli
 
 FILES = (
     "target.onnx",
@@ -318,8 +318,7 @@ def test_tree_that_its_heads_cannot_fill(speccompile: Cli, bundle: Path, paths: 
     refused(speccompile, bundle, "tree: depth", "3 heads", "top 10", "rebuild")
 
 
-@pytest.mark.parametrize("element", [0, 7])
 @pytest.mark.parametrize("weight", ["model.model.layers.1.self_attn.o_proj.weight.T", "model.lm_head.weight.T"])
-def test_nan_logits(speccompile: Cli, bundle: Path, weight: str, element: int) -> None:
-    poison(bundle, weight, element)  # every logit, or that of token `element` alone
+def test_nan_logits(speccompile: Cli, bundle: Path, weight: str) -> None:
+    poison(bundle, weight)  # every logit, or that of token 0 alone
     refused(speccompile, bundle, "logits", "not finite", "NaN", error=GenerationError)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiny.conftest import EOS_IDS
 
 from speccompile.compiler.checkpoint import read_model
 from speccompile.graphs.errors import CheckpointError
@@ -25,6 +24,7 @@ from speccompile.tools.training.conversations import (
     write_shard,
 )
 from speccompile.tools.training.pipeline import turn_tokens
+from tests.tiny.conftest import EOS_IDS
 
 LIMITS = Limits(question=7, given_question=12, answer=20)
 

@@ -13,8 +13,6 @@ import onnx
 import pytest
 import torch
 from onnx import helper
-from tests.tiny.conftest import Cli, random_heads
-from tests.tiny.test_bundle import rehash
 
 from speccompile.compiler.build import medusa_module, verify
 from speccompile.compiler.checkpoint import Source, read_model
@@ -27,6 +25,8 @@ from speccompile.runtime import Decoder, load
 from speccompile.runtime import decoder as decoding
 from speccompile.runtime.acceptance import Accepted
 from speccompile.runtime.backends.ort import OrtCache
+from tests.tiny.conftest import Cli, random_heads
+from tests.tiny.test_bundle import poison, rehash
 
 LOGIT_CHECKS = {"prefill", "tree", "path", "commit"}
 
@@ -225,6 +225,12 @@ def test_nan_is_no_small_difference(tiny_decoder: Decoder, source: Source) -> No
     with torch.no_grad():
         source.model.model.norm.weight[0] = float("nan")
     fails("prefill", "nan", tiny_decoder, source)
+
+
+def test_one_nan_logit(tiny_bundle: Path, source: Source, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_bundle, tmp_path / "copy.bundle")
+    poison(copy, "model.lm_head.weight.T", element=7)  # onnxruntime's ArgMax passes over it
+    fails("next_ids", "the graph's tail", load(copy, threads=1), source)
 
 
 # ---- helpers of the proof ----

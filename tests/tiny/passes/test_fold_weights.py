@@ -41,7 +41,8 @@ def test_a_weight_of_its_own_is_stored_transposed() -> None:
 
 def test_one_transpose_may_serve_several_products() -> None:
     model = graph(
-        """agraph (float[B,T,8] x) => (float[B,T,12] y) <float[8,12] t, float[B,T,12] a, float[B,T,12] b, float[B,T,8] n> {
+        """agraph (float[B,T,8] x) => (float[B,T,12] y)
+        <float[8,12] t, float[B,T,12] a, float[B,T,12] b, float[B,T,8] n> {
             t = Transpose<perm = [1, 0]>(W)
             n = Neg(x)
             a = MatMul(x, t)

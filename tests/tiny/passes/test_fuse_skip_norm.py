@@ -47,7 +47,8 @@ def test_the_next_residual_reads_the_kernels_own_sum(norm: str) -> None:
 def test_a_whole_stack_of_residuals() -> None:
     model = graph(
         """agraph (float[B,T,8] x, float[B,T,8] y) => (float[B,T,8] out)
-        <float[B,T,8] s, float[B,T,8] n, float[B,T,8] a, float[B,T,8] u, float[B,T,8] m, float[B,T,8] b, float[B,T,8] w> {
+        <float[B,T,8] s, float[B,T,8] n, float[B,T,8] a, float[B,T,8] u, float[B,T,8] m, float[B,T,8] b,
+         float[B,T,8] w> {
             s = Add(x, y)
             n = RMSNormalization<axis = -1, epsilon = 0.01>(s, W)
             a = Neg(n)
@@ -100,7 +101,8 @@ def test_a_sum_that_broadcasts_stays(shape: str) -> None:
 )
 def test_other_norms_stay(norm: str) -> None:
     model = graph(
-        f"""agraph (float[B,T,8] x, float[B,T,8] y, float[8] r) => (float[B,T,8] out) <float[B,T,8] s, float[B,T,8] n> {{
+        f"""agraph (float[B,T,8] x, float[B,T,8] y, float[8] r) => (float[B,T,8] out)
+        <float[B,T,8] s, float[B,T,8] n> {{
             s = Add(x, y)
             n = {norm}
             out = Sub(s, n)

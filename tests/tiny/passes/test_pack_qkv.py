@@ -27,9 +27,11 @@ INPUTS = "float[B,T,64] x, float[B,2,16,8] past_k, float[B,2,16,8] past_v, int32
 
 
 def attention(parts: str, split: str = "Split<axis = -1>(x, sizes)", more: str = "") -> str:
-    return f"""agraph ({INPUTS}) => (float[B,T,32] y{", float[B,T,U] z" if more else ""}) <int64[3] sizes = {{32, 16, 16}}> {{
+    return f"""agraph ({INPUTS}) => (float[B,T,32] y{", float[B,T,U] z" if more else ""})
+    <int64[3] sizes = {{32, 16, 16}}> {{
         q, k, v = {split}
-        y, new_k, new_v = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>({parts}, past_k, past_v, seqlens, total)
+        y, new_k, new_v = com.microsoft.GroupQueryAttention<num_heads = 4, kv_num_heads = 2>(
+            {parts}, past_k, past_v, seqlens, total)
         {more}
     }}"""
 

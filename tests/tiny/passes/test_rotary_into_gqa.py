@@ -57,7 +57,8 @@ def attention(
     angles = np.random.default_rng(0).uniform(0, 6.28, (POSITIONS, width // 2)).astype(np.float32)
     other = {"other": np.cos(angles + 1)} if key_cos == "other" else {}
     model = graph(
-        f"""agraph (float[B,T,128] q, float[B,T,64] k, float[B,T,64] v, float[B,2,24,32] past_k, float[B,2,24,32] past_v,
+        f"""agraph (float[B,T,128] q, float[B,T,64] k, float[B,T,64] v,
+            float[B,2,24,32] past_k, float[B,2,24,32] past_v,
             int32[B] seqlens, int32 total, int64[B,T] positions, float[B,1,T,S] bias)
             => (float[B,T,128] y{", float[B,N,T,D] z" if more else ""})
         <int64[4] split_4 = {{0, 0, 4, 32}}, int64[4] split_2 = {{0, 0, 2, 32}},
