@@ -30,7 +30,7 @@ from speccompile.graphs.manifest import (
 from speccompile.graphs.medusa import MedusaModule, export_medusa
 from speccompile.graphs.passes import clean, finish_gqa_target
 from speccompile.graphs.target import OPSET, Survey, survey, trace_gqa
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import ROOT_ALONE, DraftTree, TokenTree, load_tree
 from speccompile.runtime.decoder import load
 
 DEFAULT_MAX_LENGTH = 8192
@@ -47,7 +47,7 @@ def build(
     *,
     method: str = "medusa",
     heads: Path | None = None,
-    tree: TokenTree | None = None,
+    tree: DraftTree | None = None,
     max_length: int | None = None,
     force: bool = False,
     report: Report = lambda _: None,
@@ -69,7 +69,7 @@ def build(
         report("reading the model")
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
-        chosen = (tree or _recommended_tree(heads, drafted)) if drafted else TokenTree.chain(0)
+        chosen = (tree or _recommended_tree(heads, drafted)) if drafted else ROOT_ALONE
         limit = _max_length(source, max_length)
         found = survey(source.model, limit)
         graphs = {"target": write_target(source, found, folder, drafted is not None, report)}
@@ -160,12 +160,13 @@ def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModul
         heads.lm_heads,
         top_k,
         token_map=heads.token_map,
+        logit_scale=heads.logit_scale,
         target_lm_head=head.weight.detach(),  # type: ignore[union-attr,operator]
         target_lm_head_bias=head.bias.detach() if getattr(head, "bias", None) is not None else None,  # type: ignore[union-attr,operator]
     ).eval()
 
 
-def write_heads_graph(source: Source, heads: MedusaHeads, tree: TokenTree, folder: Path) -> GraphInfo:
+def write_heads_graph(source: Source, heads: MedusaHeads, tree: DraftTree, folder: Path) -> GraphInfo:
     """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten)."""
     graph = export_medusa(medusa_module(source, heads, _top_k(heads, tree)))
     nodes = len(list(graph.graph))
@@ -203,17 +204,17 @@ def _read_heads(source: Source, path: Path, report: Report) -> MedusaHeads:
     return heads
 
 
-def _recommended_tree(path: Path | None, heads: MedusaHeads | None) -> TokenTree:
+def _recommended_tree(path: Path | None, heads: MedusaHeads | None) -> DraftTree:
     """The tree that ships with the heads (tree.json beside them), else a chain of all heads with two siblings."""
     assert heads is not None
     if path is not None and (path / "tree.json").is_file():
-        return TokenTree.load(path / "tree.json")
+        return load_tree(path / "tree.json")
     chain = [[0] * depth for depth in range(1, heads.num_heads + 1)]
     return TokenTree.from_paths([*chain, [1], [2]])
 
 
-def _top_k(heads: MedusaHeads, tree: TokenTree) -> int:
-    wanted = max(DEFAULT_TOP_K, max(tree.ranks) + 1)
+def _top_k(heads: MedusaHeads, tree: DraftTree) -> int:
+    wanted = max(DEFAULT_TOP_K, max(tree.ranks) + 1) if isinstance(tree, TokenTree) else DEFAULT_TOP_K
     return min(wanted, heads.draft_vocabulary) if heads.draft_vocabulary else wanted
 
 
@@ -240,8 +241,8 @@ def _target_info(source: Source, found: Survey) -> TargetInfo:
     )
 
 
-def _heads_info(heads: MedusaHeads, found: Survey, tree: TokenTree) -> HeadsInfo:
-    if tree.max_depth > heads.num_heads:
+def _heads_info(heads: MedusaHeads, found: Survey, tree: DraftTree) -> HeadsInfo:
+    if isinstance(tree, TokenTree) and tree.max_depth > heads.num_heads:
         raise BundleError(f"tree: depth {tree.max_depth} needs {tree.max_depth} heads; these are {heads.num_heads}.")
     return HeadsInfo(
         fingerprint=heads.fingerprint,

@@ -74,7 +74,9 @@ def commands() -> None:
 @click.argument("model", type=PATH)
 @click.option("--method", type=click.Choice(["medusa", "plain"]), default="medusa", show_default=True)
 @click.option("--heads", type=PATH, help="Medusa heads; a model with merged heads needs none.")
-@click.option("--tree", help="Draft tree: a name (mc_sim_7b_63, ..., chain-N) or a JSON file. Default: the heads' own.")
+@click.option(
+    "--tree", help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N) or a JSON file. Default: the heads' own."
+)
 @click.option("--out", type=PATH, help="Folder of the bundle. Default: MODEL-METHOD.bundle in the current folder.")
 @click.option(
     "--max-length", type=int, help="Most tokens of prompt and answer. Default: the model's limit, at most 8192."
@@ -137,11 +139,9 @@ def verify(bundle: Path, against: Path | None, heads: Path | None, threads: int 
 
 
 def _tree(name: str | None) -> Any:
-    from speccompile.graphs.tree import TokenTree
+    from speccompile.graphs.tree import read_tree
 
-    if name is None:
-        return None
-    return TokenTree.load(Path(name)) if name.endswith(".json") else TokenTree.named(name)
+    return None if name is None else read_tree(name)
 
 
 def _show_proof(figures: dict[str, Any]) -> None:

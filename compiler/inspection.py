@@ -10,7 +10,7 @@ from rich.table import Table
 
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.manifest import MANIFEST_FILE
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import TokenTree, tree_from_json
 
 CONFIGS_OF_MODELS = ("architectures", "model_type")
 
@@ -122,8 +122,11 @@ def show(facts: dict[str, Any], console: Console) -> None:
                     str(caches[0]["shape"]),
                 )
         console.print(table)
-    tree = TokenTree.from_json(facts["tree"])
-    console.print(f"tree of {len(tree)} nodes, depth {tree.max_depth}", tree.draw(), sep="\n")
+    tree = tree_from_json(facts["tree"])
+    if isinstance(tree, TokenTree):
+        console.print(f"tree of {len(tree)} nodes, depth {tree.max_depth}", tree.draw(), sep="\n")
+    else:
+        console.print(f"tree of {len(tree)} nodes, grown anew every round")
     table = Table("proof", "figures")
     for name, figures in facts["proof"].items():
         table.add_row(name, ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))

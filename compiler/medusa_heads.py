@@ -73,6 +73,7 @@ class MedusaHeads:
         config_heads: head count that config.json claims; the published v1.3 configs say 2 for files of 5.
         target_fingerprint: fingerprint of the model the heads were trained on.
         base_model: its name.
+        logit_scale: factor on the logits that makes their softmax honest; config.json key `logit_scale`, ours.
         source: what error messages call these heads.
 
     Raises:
@@ -87,6 +88,7 @@ class MedusaHeads:
     config_heads: int | None = None
     target_fingerprint: str | None = None
     base_model: str | None = None
+    logit_scale: float = 1.0
     source: str = "medusa heads"
 
     def __post_init__(self) -> None:
@@ -298,6 +300,7 @@ def write_heads(
         "hidden_size": heads.hidden_size,
         "medusa_num_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,
+        "logit_scale": heads.logit_scale,
     }
     if heads.lm_heads is None:
         config["version"] = "2"
@@ -344,6 +347,7 @@ def read_heads(path: Path) -> MedusaHeads:
         config_heads=_config_counts(config)[0],
         target_fingerprint=_config_text(file, config, "target_fingerprint"),
         base_model=_config_text(file, config, "base_model_name_or_path"),
+        logit_scale=_logit_scale(file, config),
         source=str(file),
     )
 
@@ -463,6 +467,13 @@ def _config_text(file: Path, config: Mapping[str, Any], key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise CheckpointError(f"{file}: config.json has {value!r} as {key}; expected a string.")
     return value
+
+
+def _logit_scale(file: Path, config: Mapping[str, Any]) -> float:
+    value = config.get("logit_scale", 1.0)
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise CheckpointError(f"{file}: config.json has {value!r} as logit_scale; expected a positive number.")
+    return float(value)
 
 
 def _check_config_counts(file: Path, config: Mapping[str, Any], heads: int, layers: int) -> None:

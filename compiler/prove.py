@@ -59,8 +59,7 @@ class Proof:
         known = self.figures.get(name, {"difference": 0.0, "bound": bound})
         if not difference <= bound:  # NaN fails too
             raise ProofError(
-                f"proof '{name}': differs by {difference:.3g}, more than {bound:.3g} allows; "
-                f"the fault lies in {blame}."
+                f"proof '{name}': differs by {difference:.3g}, more than {bound:.3g} allows; the fault lies in {blame}."
             )
         if difference >= known["difference"]:
             self.figures[name] = {"difference": float(difference), "bound": float(bound)}
@@ -84,7 +83,7 @@ def prove(
     proof = Proof()
     prompts = [_encode(decoder, text) for text in PROMPTS]
     trees = [BRANCHING]
-    if len(decoder.tree) > 1:
+    if isinstance(decoder.tree, TokenTree) and len(decoder.tree) > 1:
         trees.append(decoder.tree.prune(PROOF_TREE_NODES))
     rng = np.random.default_rng(0)
     for number, prompt in enumerate(prompts):

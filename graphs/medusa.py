@@ -36,6 +36,8 @@ class MedusaModule(torch.nn.Module):
         token_map: int64 [Vd], draft id -> target id; None when they are the same.
         target_lm_head: [V,H], read when `lm_heads` is None; with `token_map`, only the rows it names.
         target_lm_head_bias: [V], likewise.
+        logit_scale: factor on the logits before the softmax: ranks stay, log-probabilities become as sure of
+            themselves as they were in training.
 
     Raises:
         TraceError: when there is no lm_head at all, or fewer than K draft tokens.
@@ -56,8 +58,10 @@ class MedusaModule(torch.nn.Module):
         token_map: torch.Tensor | None = None,
         target_lm_head: torch.Tensor | None = None,
         target_lm_head_bias: torch.Tensor | None = None,
+        logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.logit_scale = logit_scale
         self.heads, self.layers, self.top_k = len(blocks), len(blocks[0]), top_k
         self.hidden_size = blocks[0][0][0].shape[0]
         lm_head_bias = None
@@ -96,6 +100,8 @@ class MedusaModule(torch.nn.Module):
         shared = self.lm_head.dim() == 2
         logits = states @ self.lm_head if shared else _per_head(states, self.lm_head)  # [B,R,heads,Vd]
         logits = _affine(logits, self.lm_head_bias).float()
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
         best, ids = logits.topk(self.top_k, dim=-1)
         # log_softmax of the K best alone; the largest logit is at hand and keeps the sum finite.
         largest = best[..., :1]

@@ -14,7 +14,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,23 +98,9 @@ class TokenTree:
         trees = _named_trees()
         if name not in trees:
             raise TreeError(
-                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, or a JSON file."
+                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, dynamic-N, or a JSON file."
             )
         return cls.from_paths(trees[name])
-
-    @classmethod
-    def load(cls, path: Path) -> TokenTree:
-        """Read a JSON file: a list of rank paths, or {"paths": [...]}.
-
-        Raises:
-            TreeError: when the file is not such JSON or not a tree.
-        """
-        try:
-            return cls.from_json(json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError) as error:
-            raise TreeError(f"{path}: not a tree file ({error}); expected a JSON list of rank paths.") from error
-        except TreeError as error:
-            raise TreeError(f"{path}: {error}") from error
 
     @classmethod
     def from_json(cls, data: object) -> TokenTree:
@@ -243,6 +231,103 @@ class TokenTree:
             lines.append(f"{indent}{'└─' if last else '├─'} {label(node)}")
             waiting += [(child, indent + ("   " if last else "│  ")) for child in reversed(self.children[node])]
         return "\n".join(lines)
+
+
+ROOT_ALONE = TokenTree.chain(0)
+"""Plain decoding."""
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A draft tree grown anew in every round from what the drafter believes then (see `grow`).
+
+    Args:
+        nodes: size of each round's tree, the root included.
+    """
+
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise TreeError(f"tree: dynamic-{self.nodes} leaves no room for a guess; use at least 2 nodes.")
+
+    def __len__(self) -> int:
+        return self.nodes
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """JSON form."""
+        return {"dynamic": {"nodes": self.nodes}}
+
+
+DraftTree = TokenTree | DynamicTree
+
+
+def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int) -> TokenTree:
+    """The tree of the `nodes` - 1 most probable paths, when depths are guessed independently (as Medusa's heads do).
+
+    A path's log-probability is the sum over its depths, so a parent never scores below its child and the tree is
+    found best first: from each node taken, its next sibling and its first child become candidates (the search of
+    Medusa's `gen_results.py`, run on this round's probabilities instead of calibration averages).
+
+    Args:
+        logprobs: float [D,K], non-increasing along K: depth d+1's guesses, best first.
+        nodes: size of the tree, the root included; fewer when D and K allow no more.
+    """
+    depth_count, rank_count = logprobs.shape
+    table = logprobs.tolist()
+    parents, ranks = [-1], [0]
+    # (minus the path's score, order of creation, parent node, parent's score, depth, rank)
+    candidates = [(-table[0][0], 0, 0, 0.0, 1, 0)] if depth_count else []
+    created = 0
+    while candidates and len(parents) < nodes:
+        cost, _, parent, above, depth, rank = heappop(candidates)
+        node = len(parents)
+        parents.append(parent)
+        ranks.append(rank)
+        if rank + 1 < rank_count:
+            created += 1
+            heappush(candidates, (-above - table[depth - 1][rank + 1], created, parent, above, depth, rank + 1))
+        if depth < depth_count:
+            created += 1
+            heappush(candidates, (cost - table[depth][0], created, node, -cost, depth + 1, 0))
+    return TokenTree(tuple(parents), tuple(ranks))
+
+
+def read_tree(text: str) -> DraftTree:
+    """A tree as the command line writes it: a public name, chain-N, dynamic-N, or a JSON file.
+
+    Raises:
+        TreeError: for anything else.
+    """
+    if text.endswith(".json"):
+        return load_tree(Path(text))
+    if text.startswith("dynamic-") and text[8:].isdecimal():
+        return DynamicTree(int(text[8:]))
+    return TokenTree.named(text)
+
+
+def load_tree(path: Path) -> DraftTree:
+    """Read a JSON file: a list of rank paths, {"paths": [...]} or {"dynamic": {"nodes": N}}.
+
+    Raises:
+        TreeError: when the file is not such JSON or not a tree.
+    """
+    try:
+        return tree_from_json(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise TreeError(f"{path}: not a tree file ({error}); expected a JSON list of rank paths.") from error
+    except TreeError as error:
+        raise TreeError(f"{path}: {error}") from error
+
+
+def tree_from_json(data: object) -> DraftTree:
+    """The inverse of `to_json` of either kind of tree; also takes a bare list of paths."""
+    dynamic = data.get("dynamic") if isinstance(data, dict) else None
+    if dynamic is None:
+        return TokenTree.from_json(data)
+    if not isinstance(dynamic, dict) or type(dynamic.get("nodes")) is not int:
+        raise TreeError(f"tree: 'dynamic' is {dynamic!r}; expected an object with the number of nodes.")
+    return DynamicTree(dynamic["nodes"])
 
 
 def _named_trees() -> dict[str, list[list[int]]]:

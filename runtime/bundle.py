@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from speccompile.graphs.errors import BundleError, TreeError
 from speccompile.graphs.manifest import MANIFEST_FILE, FileInfo, GraphInfo, Manifest, file_info
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import DraftTree, tree_from_json
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Bundle:
 
     path: Path
     manifest: Manifest
-    tree: TokenTree
+    tree: DraftTree
 
     @classmethod
     def open(cls, path: str | Path, check_hashes: bool = True) -> Bundle:
@@ -51,7 +51,7 @@ class Bundle:
             if (path / name).exists() and name not in manifest.files:
                 raise BundleError(f"{path / name}: not listed in {MANIFEST_FILE}; copy or build the bundle again.")
         try:
-            tree = TokenTree.from_json(manifest.tree)
+            tree = tree_from_json(manifest.tree)
         except TreeError as error:
             raise BundleError(f"{source}: field 'tree' is not usable: {error}") from error
         return cls(path, manifest, tree)

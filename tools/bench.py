@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 from speccompile.graphs.errors import SpecCompileError
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import DraftTree, read_tree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.backends.ort import available_cores
 from speccompile.tools.prompts import MT_BENCH, first_turns
@@ -85,7 +85,7 @@ def main(
         if decoder.heads is not None:
             contestants.append(bundle_contestant(decoder, decoder.bundle.manifest.method, True, max_new_tokens))
         for name in trees:
-            tree = TokenTree.load(Path(name)) if name.endswith(".json") else TokenTree.named(name)
+            tree = read_tree(name)
             contestants.append(bundle_contestant(decoder, Path(name).stem, True, max_new_tokens, tree))
         if model is not None:
             contestants.insert(0, transformers_contestant(model, max_new_tokens, threads))
@@ -99,7 +99,7 @@ def main(
 
 
 def bundle_contestant(
-    decoder: Decoder, name: str, speculate: bool, max_new_tokens: int, tree: TokenTree | None = None
+    decoder: Decoder, name: str, speculate: bool, max_new_tokens: int, tree: DraftTree | None = None
 ) -> Contestant:
     def answer(ids: list[int]) -> tuple[list[int], Any]:
         decoder.tree = tree or decoder.bundle.tree

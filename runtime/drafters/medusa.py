@@ -1,4 +1,4 @@
-"""Medusa: every head guesses one depth of a fixed tree from the same hidden state (arXiv 2401.10774)."""
+"""Medusa: every head guesses one depth of a tree from the same hidden state (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import ROOT_ALONE, DraftTree, TokenTree, grow
 from speccompile.runtime.backends.ort import OrtHeads, StepOutput
 from speccompile.runtime.drafters.draft import Draft
 
@@ -17,14 +17,15 @@ class MedusaDrafter:
     """Drafts for one sequence; `heads` may be shared by many.
 
     The hidden state that produced the root token feeds the heads: with it head d-1 guesses the token at depth d
-    (reference notes 1.3: lm_head is one ahead, head h two plus h).
+    (reference notes 1.3: lm_head is one ahead, head h two plus h). The tree is the same every round, or, when it
+    is dynamic, the most probable one of its size by what the heads say this time.
 
     Raises:
-        BundleError: when the tree is deeper or wider than what the heads give.
+        BundleError: when a fixed tree is deeper or wider than what the heads give.
     """
 
-    def __init__(self, heads: OrtHeads, tree: TokenTree) -> None:
-        if tree.max_depth > heads.heads or max(tree.ranks) >= heads.top_k:
+    def __init__(self, heads: OrtHeads, tree: DraftTree) -> None:
+        if isinstance(tree, TokenTree) and (tree.max_depth > heads.heads or max(tree.ranks) >= heads.top_k):
             raise BundleError(
                 f"tree: depth {tree.max_depth} and rank {max(tree.ranks)} need more than the {heads.heads} heads and "
                 f"top {heads.top_k} of this bundle; rebuild it with that tree."
@@ -40,19 +41,21 @@ class MedusaDrafter:
 
     def propose(self, root: int, max_nodes: int, max_depth: int) -> Draft:
         assert self._hidden is not None, "the target must run once before its heads can draft"
-        tree = self._shape(max_nodes, max_depth)
+        nodes, depth = min(max_nodes, len(self.tree)), min(max_depth, self.heads.heads)
+        if nodes < 2 or depth < 1:
+            self.seconds = 0.0
+            return Draft(ROOT_ALONE, np.array([root], np.int64))
+        ids, logprobs = self.heads.run(self._hidden)
+        self.seconds = self.heads.seconds
+        tree = (
+            self._fixed(self.tree, nodes, depth) if isinstance(self.tree, TokenTree) else grow(logprobs[:depth], nodes)
+        )
         tokens = np.empty(len(tree), np.int64)
         tokens[0] = root
-        if len(tree) > 1:
-            ids, _ = self.heads.run(self._hidden)
-            tokens[1:] = ids[tree.depths[1:] - 1, tree.rank_array[1:]]
-        self.seconds = self.heads.seconds if len(tree) > 1 else 0.0
+        tokens[1:] = ids[tree.depths[1:] - 1, tree.rank_array[1:]]
         return Draft(tree, tokens)
 
-    def _shape(self, max_nodes: int, max_depth: int) -> TokenTree:
-        if max_nodes >= len(self.tree) and max_depth >= self.tree.max_depth:
-            return self.tree
-        key = (min(max_nodes, len(self.tree)), min(max_depth, self.tree.max_depth))
-        if key not in self._pruned:
-            self._pruned[key] = self.tree.prune(*key)
-        return self._pruned[key]
+    def _fixed(self, tree: TokenTree, nodes: int, depth: int) -> TokenTree:
+        if (nodes, depth) not in self._pruned:
+            self._pruned[nodes, depth] = tree.prune(nodes, depth)
+        return self._pruned[nodes, depth]

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import ROOT_ALONE
 from speccompile.runtime.backends.ort import StepOutput
 from speccompile.runtime.drafters.draft import Draft
-
-ROOT_ALONE = TokenTree.chain(0)
 
 
 class PlainDrafter:

@@ -39,7 +39,7 @@ from speccompile.graphs.errors import (
     TraceError,
 )
 from speccompile.graphs.manifest import file_info
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import TokenTree, load_tree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.bundle import Bundle
 
@@ -66,7 +66,7 @@ def refused(
     before = sorted(folder.iterdir()) if folder.is_dir() else None
     arguments = {key: options[key] for key in options if key not in ("tree_file", "force")}
     if "tree_file" in options:
-        arguments["tree"] = TokenTree.load(options["tree_file"])
+        arguments["tree"] = load_tree(options["tree_file"])
     with pytest.raises(error) as caught:
         build(model, out, force="force" in options, **arguments)
     sentence = str(caught.value)

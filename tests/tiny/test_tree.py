@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,17 @@ import numpy as np
 import pytest
 
 from speccompile.graphs.errors import TreeError
-from speccompile.graphs.tree import NAMED_TREES_FILE, NodePath, TokenTree, tree_names
+from speccompile.graphs.tree import (
+    NAMED_TREES_FILE,
+    DynamicTree,
+    NodePath,
+    TokenTree,
+    grow,
+    load_tree,
+    read_tree,
+    tree_from_json,
+    tree_names,
+)
 
 PUBLISHED = {  # name: (nodes per depth, leaves), from the table of section 1.4 and from 2.3
     "mc_sim_7b_63": ([10, 28, 23, 2], 42),
@@ -137,9 +148,9 @@ def test_round_trips_and_equality(paths: list[NodePath], tmp_path: Path) -> None
     assert TokenTree.from_paths([*paths, (6,)]) != tree
     file = tmp_path / "tree.json"
     file.write_text(json.dumps(tree.to_json()))
-    assert TokenTree.load(file) == tree
+    assert load_tree(file) == tree
     file.write_text(json.dumps(paths))
-    assert TokenTree.load(file) == tree
+    assert load_tree(file) == tree
 
 
 @pytest.mark.parametrize("paths", RANDOM_PATHS, ids=range(len(RANDOM_PATHS)))
@@ -243,6 +254,42 @@ def test_bad_files(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tree.json"
     file.write_text(text)
     with pytest.raises(TreeError):
-        TokenTree.load(file)
+        load_tree(file)
     with pytest.raises(TreeError, match=r"absent\.json"):
-        TokenTree.load(tmp_path / "absent.json")
+        load_tree(tmp_path / "absent.json")
+
+
+# ---- dynamic trees ----
+
+
+def test_grow_takes_the_most_probable_paths() -> None:
+    """Against all paths, enumerated: the same total probability, prefix-closed, and no path left out is better."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        depth, ranks, nodes = rng.integers(1, 4), rng.integers(1, 5), int(rng.integers(2, 20))
+        logprobs = -np.sort(rng.exponential(1.0, (depth, ranks)), axis=1)
+        every = {
+            path: sum(logprobs[level, rank] for level, rank in enumerate(path))
+            for length in range(1, depth + 1)
+            for path in itertools.product(range(ranks), repeat=length)
+        }
+        tree = grow(logprobs, nodes)
+        taken = tree.paths[1:]
+        assert len(taken) == min(nodes - 1, len(every))
+        best = sorted(every.values(), reverse=True)[: len(taken)]
+        np.testing.assert_allclose(sorted((every[path] for path in taken), reverse=True), best)
+
+
+def test_grow_keeps_parents_when_a_guess_is_certain() -> None:
+    """Pitfall 27: with log p = 0 a child scores as much as its parent and must not come without it."""
+    tree = grow(np.array([[0.0, -9.0], [0.0, -9.0], [0.0, -9.0]]), 4)
+    assert tree == TokenTree.chain(3)
+
+
+def test_dynamic_tree_is_read_written_and_refused() -> None:
+    assert read_tree("dynamic-12") == tree_from_json({"dynamic": {"nodes": 12}}) == DynamicTree(12)
+    assert tree_from_json(DynamicTree(5).to_json()) == DynamicTree(5)
+    assert read_tree("chain-2") == TokenTree.chain(2)
+    for data in ({"dynamic": {"nodes": 1}}, {"dynamic": {}}, {"dynamic": 4}, {"dynamic": {"nodes": True}}):
+        with pytest.raises(TreeError):
+            tree_from_json(data)
