@@ -254,8 +254,10 @@ def train() -> None:
 @click.option(
     "--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all."
 )
-@click.option("--epochs", type=int, default=3, show_default=True)
-@click.option("--tree-nodes", type=int, default=8, show_default=True, help="Guesses in the recommended tree.")
+@click.option("--epochs", type=int, default=5, show_default=True)
+@click.option(
+    "--tree-nodes", type=int, default=8, show_default=True, help="Size of the recommended tree, with its root."
+)
 @click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)

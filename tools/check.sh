@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and all tests, from a bare clone: `bash tools/check.sh [PYTEST ARGUMENTS]`. Needs only python3 (3.10+).
+# Lint, types and all tests, from a bare clone: `bash tools/check.sh [PYTEST ARGUMENTS]`. Needs only python3 (3.11+).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/venv.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a bare clone to a running Medusa bundle of a real model: `bash tools/quickstart.sh [FOLDER]`.
-# Needs only python3 (3.10+). FOLDER (default build/quickstart) receives the bundle; delete it to build again.
+# Needs only python3 (3.11+). FOLDER (default build/quickstart) receives the bundle; delete it to build again.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-$root/build/quickstart}

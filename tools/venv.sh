@@ -24,8 +24,8 @@ venv_key() {
     python3 - <<'PY'
 import hashlib, platform, sys
 version = "%d.%d" % sys.version_info[:2]
-if sys.version_info < (3, 10):
-    sys.exit("speccompile needs Python 3.10 or newer, and python3 is %s; put a newer python3 first on PATH." % version)
+if sys.version_info < (3, 11):
+    sys.exit("speccompile needs Python 3.11 or newer, and python3 is %s; put a newer python3 first on PATH." % version)
 requirements = open("pyproject.toml", encoding="utf-8").read().partition("[tool.")[0]
 key = hashlib.sha256((platform.machine() + requirements).encode()).hexdigest()
 print("py%s-%s" % (version, key[:16]))

@@ -22,7 +22,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.tiny.conftest import EOS_IDS, TEXTS, TREE, Cli, random_heads, write_tokenizer
 
 from speccompile.compiler import build as building
 from speccompile.compiler import cli
@@ -42,6 +41,7 @@ from speccompile.graphs.manifest import file_info
 from speccompile.graphs.tree import TokenTree, load_tree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.bundle import Bundle
+from tests.tiny.conftest import EOS_IDS, TEXTS, TREE, Cli, random_heads, write_tokenizer
 
 DEAD_PID = 2**22 + 1  # above what Linux gives out
 

@@ -43,15 +43,16 @@ def test_commit_keeps_what_a_list_would(batch: int) -> None:
         path = path[: rng.integers(1, len(path) + 1)]
         cache.commit(path)
         rows += [new[:, :, :, node] for node in path]
-        moved, straight = moved + (path != list(range(len(path)))), straight + (path == list(range(len(path))))
+        first_rows = path == list(range(len(path)))
+        moved, straight = moved + (not first_rows), straight + first_rows
         if rng.random() < 0.2 or len(rows) > 250:
             rows = rows[: int(rng.integers(0, len(rows) + 1))]
             cache.truncate(len(rows))
         assert cache.length == len(rows)
-        for index, row in enumerate(rows):
-            np.testing.assert_array_equal(cache.buffer[:, :, :, index], row)
-    assert moved > 30
-    assert straight > 30
+        if rows:
+            np.testing.assert_array_equal(cache.buffer[:, :, :, : len(rows)], np.stack(rows, axis=3))
+    assert moved > 20
+    assert straight > 20
 
 
 def test_truncate_cannot_bring_back_rows() -> None:

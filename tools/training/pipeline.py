@@ -18,10 +18,18 @@ from speccompile.compiler.publish import staged
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.target import survey
 from speccompile.runtime.backends.ort import OrtTarget
-from speccompile.tools.training.conversations import TurnTokens, converse, make_conversations, read_questions
-from speccompile.tools.training.medusa import train_medusa
+from speccompile.tools.training.conversations import (
+    TurnTokens,
+    converse,
+    make_conversations,
+    read_questions,
+    shard_paths,
+)
+from speccompile.tools.training.medusa import Settings, held_out_ranks, train_medusa
+from speccompile.tools.training.tree_search import best_tree_measured, mean_accepted_tokens, path_frequencies
 
 USER_WORDS = "USER WORDS GO HERE"
+TREE_SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 64)  # nodes, the root included
 DATA_LENGTH = 2048  # positions of the graph that makes data
 
 Report = Callable[[str], None]
@@ -50,7 +58,7 @@ def train_medusa_heads(
         work: folder of the data and of training checkpoints; a second call goes on where the first stopped.
         tokens: answer tokens to make; what `work` holds already counts.
         data: JSONL file of user turns to answer instead of self-made ones.
-        tree_nodes: guesses in the tree recommended beside the heads.
+        tree_nodes: size of the tree recommended beside the heads, the root included.
 
     Returns:
         the card: settings, counts, held-out accuracy per head and rank, seconds.
@@ -66,28 +74,36 @@ def train_medusa_heads(
         made = _make_data(source, work, tokens, rows, seed, data, report)
         chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         lm_head = source.lm_head.weight.detach()
+        settings = Settings(
+            heads=heads,
+            layers=layers,
+            draft_vocabulary=draft_vocabulary or len(lm_head),  # type: ignore[arg-type]
+            epochs=epochs,
+            seed=seed,
+        )
         trained, results = train_medusa(
             work / "conversations",
             lm_head,  # type: ignore[arg-type]
-            heads=heads,
-            layers=layers,
-            draft_vocabulary=draft_vocabulary,
-            epochs=epochs,
-            seed=seed,
-            device=chosen,
+            lm_head_bias=bias.detach() if (bias := getattr(source.lm_head, "bias", None)) is not None else None,
             work=work / "checkpoint",
+            settings=settings,
+            device=chosen,
             target_fingerprint=source.fingerprint,
-            tree_nodes=tree_nodes,
-            report=report,
+            report=lambda step, steps, loss: report(f"training: step {step:,} of {steps:,}, loss {loss:.2f}"),
         )
-        tree = results.pop("tree")
+        report("measuring trees")
+        shards = shard_paths(work / "conversations")
+        ranks = held_out_ranks(trained, shards, lm_head)  # type: ignore[arg-type]
+        tree = best_tree_measured(ranks, tree_nodes - 1)
+        sizes = [size for size in TREE_SIZES if size - 1 <= len(path_frequencies(ranks))]
+        fixed = {str(n): mean_accepted_tokens(best_tree_measured(ranks, n - 1), ranks) for n in sizes}
         card = {
             "method": "medusa",
             "target": source.architecture,
             "target_fingerprint": source.fingerprint,
-            "data": {"source": str(data) if data else "self-made", "answer_tokens": made, "seed": seed},
-            "settings": {"heads": heads, "layers": layers, "draft_vocabulary": draft_vocabulary, "epochs": epochs},
+            "data": {"source": data.name if data else "self-made", "answer_tokens": made, "seed": seed},
             **results,
+            "mean_accepted_tokens_by_tree_nodes": fixed,
             "hours": (time.monotonic() - started) / 3600,
         }
         write_heads(trained, folder)
@@ -115,9 +131,7 @@ def turn_tokens(source: Source) -> TurnTokens:
     return TurnTokens(prefix, suffix, frozenset({*source.eos_ids, suffix[0]}))
 
 
-def _make_data(
-    source: Source, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report
-) -> int:
+def _make_data(source: Source, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report) -> int:
     graph = work / "graph"
     if not (graph / "target.onnx").is_file():
         with staged(graph, replace=True) as folder:
