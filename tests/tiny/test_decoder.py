@@ -17,15 +17,15 @@ import pytest
 import torch
 import transformers
 from scipy.stats import chisquare
-from tests.tiny.models import VOCAB
 
 from speccompile.graphs.errors import GenerationError
-from speccompile.graphs.tree import TokenTree
+from speccompile.graphs.tree import DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder
 from speccompile.runtime import decoder as decoding
 from speccompile.runtime.acceptance import Accepted
 from speccompile.runtime.backends.ort import OrtCache
 from speccompile.runtime.stats import STAGES
+from tests.tiny.models import VOCAB
 
 TEXTS = ("def fibonacci(n):", "the fox and the crow", "Hello", "one two three four", "Why is the sky blue?")
 LONG = 60  # new tokens
@@ -65,10 +65,11 @@ def committed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return paths
 
 
-def with_eos(decoder: Decoder, eos_ids: Ids, **options: Any) -> Decoder:
-    """The decoder's bundle with other end-of-text tokens."""
-    bundle = replace(decoder.bundle, manifest=replace(decoder.bundle.manifest, eos_ids=eos_ids))
-    return Decoder(bundle, threads=1, **options)
+def with_eos(decoder: Decoder, eos_ids: Ids, tree: DraftTree | None = None) -> Decoder:
+    """The decoder's bundle with other end-of-text tokens, and perhaps another tree."""
+    bundle = decoder.bundle
+    manifest = replace(bundle.manifest, eos_ids=eos_ids)
+    return Decoder(replace(bundle, manifest=manifest, tree=tree or bundle.tree), threads=1)
 
 
 def fresh(decoder: Decoder, prompt: Any, **options: Any) -> decoding.Generation:
@@ -88,32 +89,44 @@ def transformers_tokens(eager: Any, prompt: Ids, count: int, **options: Any) -> 
 # ---- greedy ----
 
 
-@pytest.mark.parametrize("ends", [False, True])
+TREES: dict[str, DraftTree | None] = {
+    "the bundle's": None,
+    "chain": TokenTree.chain(3),
+    "wide": TokenTree.from_paths([*([rank] for rank in range(6)), *([rank, 0] for rank in range(3))]),
+    "dynamic": DynamicTree(12),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
 def test_greedy_equals_plain_and_transformers(
-    tiny_decoder: Decoder, eager: Any, prompts: list[Ids], committed: list[tuple[int, ...]], ends: bool
+    tiny_decoder: Decoder, eager: Any, prompts: list[Ids], committed: list[tuple[int, ...]], tree: str
 ) -> None:
-    """Once with the model's own end-of-text tokens, and once to the full length."""
-    decoder = tiny_decoder if ends else with_eos(tiny_decoder, [])
-    rounds, paths, lengths = Counter[str](), list[tuple[int, ...]](), list[int]()
+    decoder = with_eos(tiny_decoder, [], TREES[tree])
+    rounds, accepted, paths = 0, 0, list[tuple[int, ...]]()
     for prompt in prompts:
-        more = {} if ends else {"eos_token_id": None}
-        wanted = transformers_tokens(eager, prompt, LONG, **more)
+        wanted = transformers_tokens(eager, prompt, LONG, eos_token_id=None)
         plain = fresh(decoder, prompt, max_new_tokens=LONG, speculate=False)
         committed.clear()
         answer = fresh(decoder, prompt, max_new_tokens=LONG)
         assert plain.token_ids == answer.token_ids == wanted
-        assert (plain.stats.drafted, plain.stats.accepted, plain.stats.bonus) == (0, 0, len(wanted) - 1)
-        for key in ("rounds", "accepted"):
-            rounds[key] += getattr(answer.stats, key)
+        assert len(wanted) == LONG
+        assert (plain.stats.drafted, plain.stats.accepted, plain.stats.bonus) == (0, 0, LONG - 1)
+        rounds, accepted = rounds + answer.stats.rounds, accepted + answer.stats.accepted
         paths += committed[1:]  # the first is the prefill's
-        lengths.append(len(wanted))
-    if ends:
-        assert min(lengths) < LONG, "no answer ended by itself"
-        return
-    assert set(lengths) == {LONG}
-    assert rounds["accepted"] > rounds["rounds"] / 2
-    assert {len(path) for path in paths} == {1, 2, 3, 4}, "every depth of the tree was accepted at times"
-    assert sum(path != tuple(range(len(path))) for path in paths) > 10, "paths that had to be moved"
+    assert accepted > rounds / 3
+    assert {len(path) for path in paths} == set(range(1, (3 if tree == "wide" else 4) + 1)), "depths accepted"
+    moved = sum(path != tuple(range(len(path))) for path in paths)
+    assert moved == 0 if tree == "chain" else moved > 10
+
+
+def test_greedy_ends_where_transformers_ends(tiny_decoder: Decoder, eager: Any, prompts: list[Ids]) -> None:
+    reasons = Counter[str]()
+    for prompt in prompts:
+        answer = fresh(tiny_decoder, prompt, max_new_tokens=LONG)
+        assert answer.token_ids == transformers_tokens(eager, prompt, LONG)
+        assert fresh(tiny_decoder, prompt, max_new_tokens=LONG, speculate=False).token_ids == answer.token_ids
+        reasons[answer.finish_reason] += 1
+    assert reasons.keys() >= {"eos"}
 
 
 def test_greedy_with_a_penalty_equals_transformers(endless: Decoder, eager: Any, prompts: list[Ids]) -> None:
@@ -253,21 +266,17 @@ def test_sampled_answers_have_the_targets_distribution(
     assert accepted > SAMPLES / 4
     assert agreement > 1e-3
 
-    # The same test must see a rule that prefers what was drafted.
+    # The same test must see a rule that gives drafted tokens a second chance.
     walk = decoding.walk
 
-    def prefer_the_first_child(tree: TokenTree, tokens: npt.NDArray[np.int64], next_token_at: Any) -> Accepted:
-        def next_or_first(node: int, path: Ids) -> int:
-            token = int(next_token_at(node, path))
-            drafted = [int(tokens[child]) for child in tree.children[node]]
-            likely = drafted and (*prompt_path, *path, drafted[0]) in prefixes
-            return drafted[0] if likely and token not in drafted else token
+    def draw_twice(tree: TokenTree, tokens: npt.NDArray[np.int64], next_token_at: Any) -> Accepted:
+        def next_token(node: int, path: Ids) -> int:
+            token, drafted = next_token_at(node, path), {int(tokens[child]) for child in tree.children[node]}
+            return int(token if token in drafted or not drafted else next_token_at(node, path))
 
-        prompt_path = (int(tokens[0]),)
-        return walk(tree, tokens, next_or_first)
+        return walk(tree, tokens, next_token)
 
-    prefixes = {path[:length] for path in table for length in range(LENGTH + 1)}
-    monkeypatch.setattr(decoding, "walk", prefer_the_first_child)
+    monkeypatch.setattr(decoding, "walk", draw_twice)
     assert p_value(endless, prompt, table, SAMPLES // 4)[0] < 1e-6
 
 
@@ -417,7 +426,9 @@ def test_pieces_joined_are_the_answer(tiny_decoder: Decoder, prompts: list[Ids],
         assert len(pieces) == answer.stats.rounds + 1  # one after the prefill, one after each round
 
 
-def test_never_more_tokens_than_asked_for(endless: Decoder, rounds: list[tuple[Ids, list[Ids]]]) -> None:
+@pytest.mark.parametrize("tree", ["the bundle's", "dynamic"])
+def test_never_more_tokens_than_asked_for(endless: Decoder, rounds: list[tuple[Ids, list[Ids]]], tree: str) -> None:
+    endless = with_eos(endless, [], TREES[tree])
     prompt, answer = rounds[2]
     flat = list(itertools.chain(*answer))
     for count in range(1, 20):
@@ -435,12 +446,14 @@ def test_never_more_tokens_than_asked_for(endless: Decoder, rounds: list[tuple[I
 # ---- the end of the cache ----
 
 
-def test_a_full_cache_ends_the_answer(endless: Decoder, rounds: list[tuple[Ids, list[Ids]]]) -> None:
+@pytest.mark.parametrize("tree", ["the bundle's", "dynamic"])
+def test_a_full_cache_ends_the_answer(endless: Decoder, rounds: list[tuple[Ids, list[Ids]]], tree: str) -> None:
     """At every capacity, so that the tree is cut at each of its sizes; the last token needs no room."""
     prompt, answer = rounds[0]
     flat = list(itertools.chain(*answer))
     for room in range(16):
-        decoder = Decoder(endless.bundle, threads=1, capacity=len(prompt) + room)
+        bundle = replace(endless.bundle, tree=TREES[tree] or endless.tree)
+        decoder = Decoder(bundle, threads=1, capacity=len(prompt) + room)
         for speculate in (True, False):
             sequence = decoder.new_sequence()
             got = decoder.generate(prompt, max_new_tokens=LONG, speculate=speculate, sequence=sequence)
@@ -534,7 +547,7 @@ def test_a_longer_conversation_runs_only_what_is_new(endless: Decoder, prompts: 
     assert second.token_ids == fresh(endless, longer, max_new_tokens=15).token_ids
 
 
-def test_the_decoders_own_sequence_is_reused_too(tiny_bundle: Path, endless: Decoder, prompts: list[Ids]) -> None:
+def test_the_decoders_own_sequence_is_reused_too(endless: Decoder, prompts: list[Ids]) -> None:
     decoder = Decoder(endless.bundle, threads=1)
     first = decoder.generate(prompts[0], max_new_tokens=5)
     second = decoder.generate([*prompts[0], *first.token_ids, 9], max_new_tokens=5)
