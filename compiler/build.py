@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
 from speccompile.compiler.prove import prove
 from speccompile.compiler.publish import staged
-from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError
+from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError, TraceError
 from speccompile.graphs.manifest import (
     MANIFEST_FILE,
     SCHEMA,
@@ -70,9 +71,12 @@ def build(
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
         chosen = (tree or _recommended_tree(heads, drafted)) if drafted else ROOT_ALONE
+        if drafted:
+            _check_tree(drafted, chosen, source)
         limit = _max_length(source, max_length)
-        found = survey(source.model, limit)
-        graphs = {"target": write_target(source, found, folder, drafted is not None, report)}
+        with _refusing(source):
+            found = survey(source.model, limit)
+            graphs = {"target": write_target(source, found, folder, drafted is not None, report)}
         if drafted:
             report("tracing the heads")
             graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder)
@@ -218,6 +222,29 @@ def _top_k(heads: MedusaHeads, tree: DraftTree) -> int:
     return min(wanted, heads.draft_vocabulary) if heads.draft_vocabulary else wanted
 
 
+def _check_tree(heads: MedusaHeads, tree: DraftTree, source: Source) -> None:
+    """Before minutes of tracing: whether the heads reach as deep and as wide as the tree."""
+    if not isinstance(tree, TokenTree):
+        return
+    if tree.max_depth > heads.num_heads:
+        raise BundleError(f"tree: depth {tree.max_depth} needs {tree.max_depth} heads; these are {heads.num_heads}.")
+    tokens = heads.draft_vocabulary or source.model.config.get_text_config().vocab_size
+    if max(tree.ranks) >= tokens:
+        raise BundleError(f"tree: rank {max(tree.ranks)} needs more than the heads' {tokens} draft tokens.")
+
+
+@contextmanager
+def _refusing(source: Source) -> Iterator[None]:
+    """Whatever an architecture nobody tried makes the tracer raise is a refusal by name."""
+    try:
+        yield
+    except (SpecCompileError, OSError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+        raise TraceError(f"{source.path}: {source.architecture} cannot be traced ({reason}).") from error
+
+
 def _max_length(source: Source, wanted: int | None) -> int:
     config = source.model.config.get_text_config()
     own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_MAX_LENGTH
@@ -242,8 +269,6 @@ def _target_info(source: Source, found: Survey) -> TargetInfo:
 
 
 def _heads_info(heads: MedusaHeads, found: Survey, tree: DraftTree) -> HeadsInfo:
-    if isinstance(tree, TokenTree) and tree.max_depth > heads.num_heads:
-        raise BundleError(f"tree: depth {tree.max_depth} needs {tree.max_depth} heads; these are {heads.num_heads}.")
     return HeadsInfo(
         fingerprint=heads.fingerprint,
         layout=heads.layout,

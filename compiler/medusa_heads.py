@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -547,9 +549,13 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
 def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         # Only torch's zip format can be mapped, so that a merged model's other tensors are not read.
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # damaged or hostile bytes make the unpickler raise nearly anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "the unpickler refuses it"  # torch's own advice is to run the code
         raise CheckpointError(
             f"{file}: not a plain tensor file ({reason}); it is damaged, or holds code, which is never run: "
             f"fetch it again or have it converted to safetensors."

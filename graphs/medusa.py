@@ -18,6 +18,7 @@ from torch.nn.functional import silu
 
 from speccompile.graphs import contract
 from speccompile.graphs.errors import TraceError
+from speccompile.graphs.target import quiet_exporter
 
 Block = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -132,14 +133,15 @@ def export_medusa(module: MedusaModule) -> onnx_ir.Model:
     """
     # Sizes 0 and 1 would be taken for constants.
     hidden = torch.zeros(2, 3, module.hidden_size, dtype=module.first_weight.dtype)
-    program = torch.onnx.export(
-        module.eval(),
-        (hidden,),
-        dynamo=True,
-        dynamic_shapes=({0: torch.export.Dim("B"), 1: torch.export.Dim("R")},),
-        input_names=[contract.HIDDEN],
-        output_names=[contract.TOPK_IDS, contract.TOPK_LOGPROBS],
-        verbose=False,
-    )
+    with quiet_exporter():
+        program = torch.onnx.export(
+            module.eval(),
+            (hidden,),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("B"), 1: torch.export.Dim("R")},),
+            input_names=[contract.HIDDEN],
+            output_names=[contract.TOPK_IDS, contract.TOPK_LOGPROBS],
+            verbose=False,
+        )
     assert program is not None, "torch.onnx.export returns a program when dynamo=True"
     return program.model

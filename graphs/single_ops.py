@@ -37,7 +37,7 @@ class RotaryTables:
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that turn positions into (cos, sin)."""
-    return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding") and hasattr(m, "forward")]
+    return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
 
 
 @contextmanager
@@ -173,6 +173,7 @@ def probe_rms_norm(module: nn.Module) -> tuple[Tensor, float] | None:
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
         return None
     x = torch.randn(2, 3, weight.shape[0], generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
+    x[1] *= epsilon**0.5  # so small that epsilon, and its place in the formula, shows
     unit = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     with torch.no_grad():
         got = module(x)

@@ -30,6 +30,7 @@ from speccompile.graphs.single_ops import RotaryTables, emit_rms_norm, emit_rota
 OPSET = 23
 SEQLENS_K = "seqlens_k"
 TOTAL_LENGTH = "total_sequence_length"
+HEAD_STEP = 8  # GroupQueryAttention refuses other head sizes when it runs
 
 # Rope types whose table changes with the length of the text, so that no graph can hold it.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -76,7 +77,7 @@ def survey(model: nn.Module, max_length: int) -> Survey:
     module = TargetModule(model, trace, None)
     with (
         torch.no_grad(),
-        _quiet_exporter(),
+        quiet_exporter(),
         foreign_attention(model, survey_attention(trace)),
         record_rotary(model, max_length, rotary),
     ):
@@ -191,14 +192,22 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
     """Trace `model` into the `gqa` dialect; the graph still has the derived inputs (see `TargetModule`).
 
     Sizes are >= 2 in the example because torch.export specialises 0 and 1.
+
+    Raises:
+        TraceError: when the dialect's operator does not take heads of this size.
     """
-    batch, tokens, past, capacity, rows = 1, 5, 7, 64, 3
+    batch, tokens, past, capacity, rows = 2, 5, 7, 64, 3
     layers = survey.layers
+    if layers[0].head_dim % HEAD_STEP:
+        raise TraceError(
+            f"{type(model).__name__}: heads have {layers[0].head_dim} channels, but ONNX Runtime's attention takes "
+            f"multiples of {HEAD_STEP} only."
+        )
     shape = (batch, layers[0].kv_heads, capacity, layers[0].head_dim)
     dtype = next(model.parameters()).dtype
     example = (
         torch.zeros(batch, tokens, dtype=torch.long),
-        torch.arange(tokens)[None],
+        torch.arange(tokens).repeat(batch, 1),
         torch.arange(rows),
         torch.full((batch,), past + tokens - 1, dtype=torch.int32),
         torch.tensor(past + tokens, dtype=torch.int32),
@@ -211,7 +220,6 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
         Dim("C", min=1, max=1 << 20),
         Dim("R", min=1, max=65536),
     )
-    example = tuple(_widen_batch(value) for value in example)  # type: ignore[assignment]
     dynamic = (
         {0: any_batch, 1: any_tokens},
         {0: any_batch, 1: any_tokens},
@@ -226,7 +234,7 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
     outputs = [contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_quiet_exporter())
+        stack.enter_context(quiet_exporter())
         stack.enter_context(foreign_attention(model, gqa_attention(trace)))
         stack.enter_context(emit_rotary(model, survey.rotary, module.rotary))
         stack.enter_context(emit_rms_norm(model))
@@ -269,7 +277,7 @@ def _dense_experts(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_exporter() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Keep notes on axis names, missing torchvision and coming renames away from the user."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
@@ -280,10 +288,3 @@ def _quiet_exporter() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _widen_batch(value: Any) -> Any:
-    """Repeat an example's batch axis (size 1) to 2, so that torch.export keeps it dynamic."""
-    if isinstance(value, list):
-        return [_widen_batch(item) for item in value]
-    return value.repeat(2, *[1] * (value.ndim - 1)) if value.ndim and value.shape[0] == 1 else value

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speccompile.graphs.errors import GenerationError
+from speccompile.graphs.errors import BundleError, GenerationError
 from speccompile.runtime.acceptance import Accepted, accept_greedy, accept_typical, walk
 from speccompile.runtime.backends.ort import OrtCache, OrtHeads, OrtTarget, StepOutput
 from speccompile.runtime.bundle import Bundle
@@ -73,6 +73,7 @@ class SequenceState:
 
     cache: OrtCache
     tokens: list[int] = field(default_factory=list)
+    answer: Answer | None = None  # the one it is used for; an older stream cannot go on
 
     def keep_prefix(self, ids: Sequence[int]) -> int:
         """Truncate to what `ids` has in common with the cache, less its last token, which must run again."""
@@ -119,6 +120,11 @@ class Decoder:
         self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
         self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.method == "medusa" else None
         self.tree = bundle.tree
+        if self.heads is not None and self.heads.width != self.target.width:
+            raise BundleError(
+                f"{bundle.path}: the target's features are {self.target.width} wide but medusa.onnx takes "
+                f"{self.heads.width}; they were made for different models, rebuild the bundle."
+            )
         self._default: SequenceState | None = None
 
     # ---- the interface ----
@@ -177,6 +183,10 @@ class Decoder:
             raise GenerationError("acceptance: 'typical' needs a temperature above 0; greedy decoding is always exact.")
         if max_new_tokens < 1:
             raise GenerationError(f"max_new_tokens: {max_new_tokens} asks for nothing; use 1 or more.")
+        if logit_bias and max(logit_bias) >= self.target.vocab_size:
+            raise GenerationError(
+                f"sampling: logit_bias names token {max(logit_bias)}, but the model has {self.target.vocab_size} tokens."
+            )
         request = Request(
             self.encode(prompt),
             max_new_tokens,
@@ -188,7 +198,8 @@ class Decoder:
         )
         if sequence is None:
             sequence = self._default = self._default or self.new_sequence()
-        return self._stream(request, sequence)
+        answer = Answer(self.text, request, frozenset(self.bundle.manifest.eos_ids))
+        return self._stream(request, answer, sequence)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -198,7 +209,7 @@ class Decoder:
         """
         if isinstance(prompt, str):
             ids = self.text.encode(prompt)
-        elif prompt and isinstance(prompt[0], Mapping):
+        elif len(prompt) and isinstance(prompt[0], Mapping):  # len: an array has no truth value
             ids = self.text.chat([dict(message) for message in prompt])  # type: ignore[call-overload,arg-type]
         else:
             ids = [int(token) for token in prompt]  # type: ignore[call-overload,arg-type]
@@ -217,11 +228,11 @@ class Decoder:
 
     # ---- the loop ----
 
-    def _stream(self, request: Request, sequence: SequenceState) -> Generator[Piece, None, Generation]:
+    def _stream(self, request: Request, answer: Answer, sequence: SequenceState) -> Generator[Piece, None, Generation]:
         exact = request.acceptance == "exact" or not request.speculate
         stats = Stats(lossless=exact, prompt_tokens=len(request.ids))
         clock = StageClock(stats)
-        answer = Answer(self.text, request, frozenset(self.bundle.manifest.eos_ids))
+        sequence.answer = answer
         drafter = self._drafter(request.speculate)
         clock.start()
         root = self._prefill(request, sequence, drafter, stats, clock)
@@ -234,6 +245,11 @@ class Decoder:
             piece = answer.piece()
             clock.stop()
             yield piece
+            if sequence.answer is not answer:
+                raise GenerationError(
+                    "sequence: another call has used it since this stream's last piece; give each stream its own "
+                    "(sequence=decoder.new_sequence())."
+                )
             clock.start()
             draft = drafter.propose(root, room, request.max_new_tokens - len(answer.token_ids) - 1)
             clock.add("draft", drafter.seconds)
@@ -286,7 +302,9 @@ class Decoder:
     def _accept(self, draft: Draft, output: StepOutput, request: Request, before: list[int]) -> Accepted:
         sampling, root = request.sampling, int(draft.tokens[0])
         if not sampling.needs_logits:
-            return accept_greedy(draft.tree, draft.tokens, _finite_argmax(output))
+            accepted = accept_greedy(draft.tree, draft.tokens, output.next_ids[0])
+            _require_finite(output, accepted.nodes)
+            return accepted
         if request.acceptance == "typical" and request.speculate:
 
             def distribution_at(node: int, path: list[int]) -> npt.NDArray[np.float64]:
@@ -301,7 +319,8 @@ class Decoder:
 
     def _next_token(self, output: StepOutput, row: int, request: Request, context: list[int]) -> int:
         if not request.sampling.needs_logits:
-            return int(_finite_argmax(output)[row])
+            _require_finite(output, (row,))
+            return int(output.next_ids[0, row])
         return next_token(output.logits[0, row], context, request.sampling, request.uniform)
 
 
@@ -346,16 +365,15 @@ class Answer:
         return piece
 
 
-def _finite_argmax(output: StepOutput) -> npt.NDArray[np.int64]:
-    """The graph's argmax int64 [R], once the logits behind it are known to be numbers.
+def _require_finite(output: StepOutput, rows: Sequence[int]) -> None:
+    """Check the logits behind the graph's argmax, in the rows that were used.
 
     Raises:
-        GenerationError: when they are not (a damaged or overflowing model would otherwise emit token 0 for ever).
+        GenerationError: when one is not a number (a damaged or overflowing model would otherwise babble on).
     """
-    ids = output.next_ids[0]
-    if not np.isfinite(output.logits[0, np.arange(len(ids)), ids]).all():
+    # The maximum, not the logit of the argmax: ONNX Runtime's ArgMax passes over NaN, numpy's max does not.
+    if not np.isfinite(output.logits[0, list(rows)].max(-1)).all():
         raise GenerationError("logits: they are not finite (NaN or infinity); the model overflows or is damaged.")
-    return ids
 
 
 def load(

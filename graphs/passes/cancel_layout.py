@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.graphs.passes.matching import producer, same_shape
+from speccompile.graphs.passes.matching import constant, producer, same_shape
 
 
 class CancelLayout(ir.passes.InPlacePass):
     """Three rules, to a fixed point, on graphs whose values carry (symbolic) shapes:
 
     1. Transpose of a Transpose whose permutations compose to the identity: use the source;
-    2. Reshape of a Reshape: read the first one's source, since elements keep their order;
+    2. Reshape of a Reshape: read the first one's source, since elements keep their order (not where a 0 in the
+       second one's shape copies an axis of the first one's result);
     3. Reshape whose output shape equals its input shape: use the input.
     """
 
@@ -29,13 +30,19 @@ class CancelLayout(ir.passes.InPlacePass):
                 if outer_order and inner_order and [inner_order[axis] for axis in outer_order] == sorted(inner_order):
                     modified |= _bypass(graph, node, inner.inputs[0])
             elif node.op_type == "Reshape" and not node.outputs[0].is_graph_output():
-                if inner := producer(node.inputs[0], "Reshape"):
+                if (inner := producer(node.inputs[0], "Reshape")) and not _copies_axes(node):
                     node.replace_input_with(0, inner.inputs[0])
                     modified = True
                 source = node.inputs[0]
                 if source is not None and same_shape(source, node.outputs[0]):
                     modified |= _bypass(graph, node, source)
         return modified
+
+
+def _copies_axes(reshape: ir.Node) -> bool:
+    """Whether its shape holds a 0 that stands for the input's size on that axis."""
+    shape, literal = constant(reshape.inputs[1]), reshape.attributes.get("allowzero")
+    return shape is not None and not shape.all() and (literal is None or literal.as_int() == 0)
 
 
 def _order(node: ir.Node) -> list[int]:

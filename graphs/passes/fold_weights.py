@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from speccompile.graphs.passes.matching import is_weight, lazy, number, replace, weight
+from speccompile.graphs.passes.matching import lazy, number, replace, transposed_weight, weight
 
 
 class FoldWeights(ir.passes.InPlacePass):
@@ -20,14 +20,10 @@ class FoldWeights(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, modified = model.graph, False
         for node in list(graph):
-            if node.op_type != "Transpose" or not is_weight(node.inputs[0]):
+            source, readers = transposed_weight(node.outputs[0]), [use.node for use in node.outputs[0].uses()]
+            if source is None or not readers or node.outputs[0].is_graph_output():
                 continue
-            source, readers = node.inputs[0], [use.node for use in node.outputs[0].uses()]
-            if (
-                source is None
-                or not readers
-                or any(r.op_type != "MatMul" or r.inputs[1] is not node.outputs[0] for r in readers)
-            ):
+            if any(r.op_type != "MatMul" or r.inputs[1] is not node.outputs[0] for r in readers):
                 continue
             if len(source.uses()) == 1:
                 self._transpose(graph, node, source)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from speccompile.graphs.passes.matching import is_weight, lazy, number, only_use, producer, replace, weight
+from speccompile.graphs.passes.matching import is_weight, lazy, number, only_use, replace, transposed_weight, weight
 
 
 @dataclass
@@ -69,20 +69,13 @@ class FuseParallelMatMuls(ir.passes.InPlacePass):
 def _match(node: ir.Node) -> _Linear | None:
     if node.op_type != "MatMul":
         return None
-    transpose = producer(node.inputs[1], "Transpose")
-    source = transpose.inputs[0] if transpose else None
-    if (
-        source is None
-        or not is_weight(source)
-        or len(source.uses()) != 1
-        or source.shape is None
-        or len(source.shape) != 2
-    ):
+    source = transposed_weight(node.inputs[1])
+    if source is None or source.shape is None or len(source.uses()) != 1:
         return None
     after = only_use(node.outputs[0])
     if after is not None and after.op_type == "Add":
         other = after.inputs[1] if after.inputs[0] is node.outputs[0] else after.inputs[0]
-        if other is not None and is_weight(other) and other.shape is not None and len(other.shape) == 1:
+        if other is not None and is_weight(other) and other.shape is not None and [*other.shape] == [source.shape[0]]:
             return _Linear(node, source, other, after)
     return None if node.outputs[0].is_graph_output() else _Linear(node, source, None, node)
 

@@ -28,6 +28,9 @@ class FuseSkipNorm(ir.passes.InPlacePass):
         simplified = norm.op_type == "RMSNormalization"
         if add is None or not all(map(is_weight, norm.inputs[1:])) or len(norm.inputs) != (2 if simplified else 3):
             return False
+        axis = norm.attributes.get("axis")
+        if axis is not None and axis.as_int() not in (-1, 2):  # of three, see below
+            return False
         x, y, total, out = add.inputs[0], add.inputs[1], add.outputs[0], norm.outputs[0]
         if (
             x is None

@@ -22,6 +22,16 @@ def is_weight(value: ir.Value | None) -> bool:
     return value is not None and value.is_initializer() and not value.is_graph_input()
 
 
+def transposed_weight(value: ir.Value | None) -> ir.Value | None:
+    """W, when `value` is Transpose(W) of an initializer W [N, K]."""
+    node = producer(value, "Transpose")
+    source = node.inputs[0] if node is not None else None
+    if node is None or source is None or not is_weight(source) or source.shape is None or len(source.shape) != 2:
+        return None
+    order = node.attributes.get("perm")
+    return source if order is None or list(order.as_ints()) == [1, 0] else None
+
+
 def constant(value: ir.Value | None) -> npt.NDArray[np.generic] | None:
     """The array behind an initializer or Constant node, or None for a computed value."""
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None

@@ -9,6 +9,7 @@ from speccompile.graphs.passes.matching import MICROSOFT, only_use, producer
 # GroupQueryAttention's input slots (com.microsoft, version 1).
 QUERY, KEY, COS, SIN, POSITIONS = 0, 1, 7, 8, 9
 INPUT_COUNT = 11
+TABLE_STEP = 8  # its kernels refuse tables whose width is no multiple of this
 
 
 class RotaryIntoGqa(ir.passes.InPlacePass):
@@ -18,7 +19,8 @@ class RotaryIntoGqa(ir.passes.InPlacePass):
 
     with the same tables, positions and pairing. The chain is dropped and the operator gets the tables, positions
     and do_rotary. A partial rotation is kept: the operator rotates as many channels as the tables are wide.
-    Q/K norms between projection and rotation, and anything else in the chain, leave the graph as it is.
+    Q/K norms between projection and rotation, anything else in the chain, and tables of a width that the operator
+    refuses (heads of 24 or 120 channels), leave the graph as it is.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -53,7 +55,11 @@ def _match(value: ir.Value | None) -> tuple[ir.Value, ir.Value, ir.Value, ir.Val
         return None
     if value.shape is None or source.shape != value.shape:
         return None
-    cos, sin, positions = rotary.inputs[1:4]
-    interleaved = rotary.attributes.get("interleaved")
+    if len(rotary.inputs) != 4:  # without positions the tables are [B,T,rotary_dim/2] instead
+        return None
+    cos, sin, positions = rotary.inputs[1:]
     assert cos is not None and sin is not None and positions is not None
+    if cos.shape is None or not isinstance(cos.shape[1], int) or cos.shape[1] % TABLE_STEP:
+        return None
+    interleaved = rotary.attributes.get("interleaved")
     return source, cos, sin, positions, interleaved.as_int() if interleaved else 0

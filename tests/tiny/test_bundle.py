@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
+import torch
 
 from speccompile.graphs.errors import BundleError, GenerationError, SpecCompileError
 from speccompile.graphs.manifest import (
@@ -25,6 +27,7 @@ from speccompile.graphs.manifest import (
     TokenizerInfo,
     file_info,
 )
+from speccompile.graphs.medusa import MedusaModule, export_medusa
 from speccompile.runtime import load
 from speccompile.runtime.bundle import Bundle
 from tests.tiny.conftest import Cli
@@ -318,7 +321,15 @@ def test_tree_that_its_heads_cannot_fill(speccompile: Cli, bundle: Path, paths: 
     refused(speccompile, bundle, "tree: depth", "3 heads", "top 10", "rebuild")
 
 
+@pytest.mark.parametrize("element", [0, 7])
 @pytest.mark.parametrize("weight", ["model.model.layers.1.self_attn.o_proj.weight.T", "model.lm_head.weight.T"])
-def test_nan_logits(speccompile: Cli, bundle: Path, weight: str) -> None:
-    poison(bundle, weight)  # every logit, or that of token 0 alone
+def test_nan_logits(speccompile: Cli, bundle: Path, weight: str, element: int) -> None:
+    poison(bundle, weight, element)  # every logit, or that of token `element` alone
     refused(speccompile, bundle, "logits", "not finite", "NaN", error=GenerationError)
+
+
+def test_heads_graph_of_another_width(speccompile: Cli, bundle: Path) -> None:
+    narrow = MedusaModule([[(torch.eye(48), torch.zeros(48))]] * 3, [torch.ones(320, 48)], 10)
+    ir.save(export_medusa(narrow), bundle / "medusa.onnx", external_data="medusa.onnx.data")
+    rehash(bundle, "medusa.onnx", "medusa.onnx.data")
+    refused(speccompile, bundle, str(bundle), "64 wide", "takes 48", "rebuild")
