@@ -185,7 +185,8 @@ class Decoder:
             raise GenerationError(f"max_new_tokens: {max_new_tokens} asks for nothing; use 1 or more.")
         if logit_bias and max(logit_bias) >= self.target.vocab_size:
             raise GenerationError(
-                f"sampling: logit_bias names token {max(logit_bias)}, but the model has {self.target.vocab_size} tokens."
+                f"sampling: logit_bias names token {max(logit_bias)}, but the model has "
+                f"{self.target.vocab_size} tokens."
             )
         request = Request(
             self.encode(prompt),

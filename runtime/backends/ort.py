@@ -224,7 +224,7 @@ class OrtHeads:
         self._kept = _bind(self.io, {contract.HIDDEN: self.hidden}, outputs)
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
-        """hidden float32 [F] -> ids int64 [heads,K], logprobs float32 [heads,K]: views that the next call overwrites."""
+        """hidden float32 [F] -> ids int64 [heads,K], logprobs float32 [heads,K]: views the next call overwrites."""
         self.hidden[0, 0] = hidden
         before = perf_counter()
         self.session.run_with_iobinding(self.io)

@@ -96,7 +96,7 @@ def test_damaged_shard_is_named(tmp_path: Path) -> None:
     path = tmp_path / "shard-00000.safetensors"
     write_shard(path, [conversation(20, 0)])
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match="shard-00000.safetensors: not a feature shard"):
+    with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors: not a feature shard"):
         read_shard(path)
 
 
