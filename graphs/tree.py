@@ -11,6 +11,8 @@ FasterDecoding/Medusa `medusa/model/medusa_choices.py`.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -242,27 +244,32 @@ class DynamicTree:
     """A draft tree grown anew in every round from what the drafter believes then (see `grow`).
 
     Args:
-        nodes: size of each round's tree, the root included.
+        nodes: largest size of a round's tree, the root included.
+        floor: paths less probable than this are not worth a row of the target call. A row costs a share of a plain
+            step, so a guess pays for itself when its probability is about that share or more.
     """
 
     nodes: int
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         if self.nodes < 2:
             raise TreeError(f"tree: dynamic-{self.nodes} leaves no room for a guess; use at least 2 nodes.")
+        if not 0 <= self.floor < 1:
+            raise TreeError(f"tree: a floor of {self.floor} is no probability; use 0 up to 1.")
 
     def __len__(self) -> int:
         return self.nodes
 
-    def to_json(self) -> dict[str, dict[str, int]]:
+    def to_json(self) -> dict[str, dict[str, float]]:
         """JSON form."""
-        return {"dynamic": {"nodes": self.nodes}}
+        return {"dynamic": {"nodes": self.nodes, "floor": self.floor}}
 
 
 DraftTree = TokenTree | DynamicTree
 
 
-def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int) -> TokenTree:
+def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0) -> TokenTree:
     """The tree of the `nodes` - 1 most probable paths, when depths are guessed independently (as Medusa's heads do).
 
     A path's log-probability is the sum over its depths, so a parent never scores below its child and the tree is
@@ -272,14 +279,15 @@ def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int) -> TokenTree:
     Args:
         logprobs: float [D,K], non-increasing along K: depth d+1's guesses, best first.
         nodes: size of the tree, the root included; fewer when D and K allow no more.
+        floor: least probability of a path; with none above it the root stands alone.
     """
     depth_count, rank_count = logprobs.shape
     table = logprobs.tolist()
     parents, ranks = [-1], [0]
     # (minus the path's score, order of creation, parent node, parent's score, depth, rank)
     candidates = [(-table[0][0], 0, 0, 0.0, 1, 0)] if depth_count else []
-    created = 0
-    while candidates and len(parents) < nodes:
+    created, dearest = 0, -math.log(floor) if floor else math.inf
+    while candidates and len(parents) < nodes and candidates[0][0] <= dearest:
         cost, _, parent, above, depth, rank = heappop(candidates)
         node = len(parents)
         parents.append(parent)
@@ -294,20 +302,20 @@ def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int) -> TokenTree:
 
 
 def read_tree(text: str) -> DraftTree:
-    """A tree as the command line writes it: a public name, chain-N, dynamic-N, or a JSON file.
+    """A tree as the command line writes it: a public name, chain-N, dynamic-N, dynamic-N-FLOOR, or a JSON file.
 
     Raises:
         TreeError: for anything else.
     """
     if text.endswith(".json"):
         return load_tree(Path(text))
-    if text.startswith("dynamic-") and text[8:].isdecimal():
-        return DynamicTree(int(text[8:]))
+    if match := re.fullmatch(r"dynamic-(\d+)(?:-(0?\.\d+))?", text, re.ASCII):
+        return DynamicTree(int(match[1]), float(match[2] or 0))
     return TokenTree.named(text)
 
 
 def load_tree(path: Path) -> DraftTree:
-    """Read a JSON file: a list of rank paths, {"paths": [...]} or {"dynamic": {"nodes": N}}.
+    """Read a JSON file: a list of rank paths, {"paths": [...]} or {"dynamic": {"nodes": N, "floor": P}}.
 
     Raises:
         TreeError: when the file is not such JSON or not a tree.
@@ -327,7 +335,10 @@ def tree_from_json(data: object) -> DraftTree:
         return TokenTree.from_json(data)
     if not isinstance(dynamic, dict) or type(dynamic.get("nodes")) is not int:
         raise TreeError(f"tree: 'dynamic' is {dynamic!r}; expected an object with the number of nodes.")
-    return DynamicTree(dynamic["nodes"])
+    floor = dynamic.get("floor", 0.0)
+    if isinstance(floor, bool) or not isinstance(floor, int | float):
+        raise TreeError(f"tree: 'floor' is {floor!r}; expected a probability.")
+    return DynamicTree(dynamic["nodes"], float(floor))
 
 
 def _named_trees() -> dict[str, list[list[int]]]:

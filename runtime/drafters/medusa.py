@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError
-from speccompile.graphs.tree import ROOT_ALONE, DraftTree, TokenTree, grow
+from speccompile.graphs.tree import ROOT_ALONE, DraftTree, DynamicTree, TokenTree, grow
 from speccompile.runtime.backends.ort import OrtHeads, StepOutput
 from speccompile.runtime.drafters.draft import Draft
 
@@ -47,15 +47,17 @@ class MedusaDrafter:
             return Draft(ROOT_ALONE, np.array([root], np.int64))
         ids, logprobs = self.heads.run(self._hidden)
         self.seconds = self.heads.seconds
-        tree = (
-            self._fixed(self.tree, nodes, depth) if isinstance(self.tree, TokenTree) else grow(logprobs[:depth], nodes)
-        )
+        tree = self._shape(logprobs[:depth], nodes)
         tokens = np.empty(len(tree), np.int64)
         tokens[0] = root
         tokens[1:] = ids[tree.depths[1:] - 1, tree.rank_array[1:]]
         return Draft(tree, tokens)
 
-    def _fixed(self, tree: TokenTree, nodes: int, depth: int) -> TokenTree:
-        if (nodes, depth) not in self._pruned:
-            self._pruned[nodes, depth] = tree.prune(nodes, depth)
-        return self._pruned[nodes, depth]
+    def _shape(self, logprobs: npt.NDArray[np.float32], nodes: int) -> TokenTree:
+        """This round's tree, of at most `nodes` nodes and no deeper than `logprobs` [depth,K]."""
+        if isinstance(self.tree, DynamicTree):
+            return grow(logprobs, nodes, self.tree.floor)
+        key = (nodes, len(logprobs))
+        if key not in self._pruned:
+            self._pruned[key] = self.tree.prune(*key)
+        return self._pruned[key]

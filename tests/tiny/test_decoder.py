@@ -23,7 +23,8 @@ from speccompile.graphs.tree import DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder
 from speccompile.runtime import decoder as decoding
 from speccompile.runtime.acceptance import Accepted
-from speccompile.runtime.backends.ort import OrtCache
+from speccompile.runtime.backends.ort import OrtCache, StepOutput
+from speccompile.runtime.drafters.medusa import MedusaDrafter
 from speccompile.runtime.stats import STAGES
 from tests.tiny.models import VOCAB
 
@@ -152,6 +153,12 @@ def test_a_text_and_a_chat_are_encoded_as_transformers_does(tiny_decoder: Decode
     assert by_text.text == tokenizer.decode(by_text.token_ids, skip_special_tokens=True)
 
 
+def test_token_ids_may_come_in_an_array(tiny_decoder: Decoder, prompts: list[Ids]) -> None:
+    wanted = fresh(tiny_decoder, prompts[1], max_new_tokens=8).token_ids
+    for array in (np.array(prompts[1]), torch.tensor(prompts[1]), tuple(prompts[1])):
+        assert fresh(tiny_decoder, array, max_new_tokens=8).token_ids == wanted
+
+
 # ---- sampling ----
 
 
@@ -278,6 +285,27 @@ def test_sampled_answers_have_the_targets_distribution(
 
     monkeypatch.setattr(decoding, "walk", draw_twice)
     assert p_value(endless, prompt, table, SAMPLES // 4)[0] < 1e-6
+
+
+# ---- drafting ----
+
+
+@pytest.mark.parametrize("tree", ["the bundle's", "dynamic"])
+def test_guesses_come_from_the_state_behind_the_root(endless: Decoder, tree: str) -> None:
+    """The last accepted node's hidden state chose the root, so head d-1 guesses the token at depth d from it."""
+    assert endless.heads is not None
+    hidden = np.random.default_rng(0).standard_normal((1, 6, endless.heads.width)).astype(np.float32)
+    drafter = MedusaDrafter(endless.heads, TREES[tree] or endless.tree)
+    for nodes in ((0,), (0, 2, 5), (0, 1, 3, 4)):
+        drafter.observe(nodes, StepOutput(np.zeros((1, 6), np.int64), np.zeros((1, 6, VOCAB), np.float32), hidden))
+        wanted = endless.heads.run(hidden[0, nodes[-1]])[0].copy()
+        draft = drafter.propose(77, max_nodes=100, max_depth=100)
+        assert draft.tokens[0] == 77
+        for node, path in enumerate(draft.tree.paths[1:], 1):
+            assert draft.tokens[node] == wanted[len(path) - 1, path[-1]]
+        pruned = drafter.propose(77, max_nodes=4, max_depth=1)
+        assert len(pruned.tree) == 4
+        assert pruned.tree.max_depth == 1
 
 
 # ---- typical acceptance ----
@@ -497,6 +525,8 @@ def test_unusable_prompts_are_refused_at_once(tiny_decoder: Decoder, prompt: Any
         ({"acceptance": "hopeful"}, "acceptance: 'hopeful' is unknown; use one of exact, typical"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"stop": ["fine", ""]}, "a stop string is empty"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias names token {VOCAB}, but the model has {VOCAB} tokens"),
     ],
 )
 def test_unusable_options_are_refused_at_once(tiny_decoder: Decoder, options: dict[str, Any], message: str) -> None:
@@ -603,6 +633,18 @@ def test_a_stream_that_is_closed_early_leaves_the_sequence_usable(
     again = endless.generate(longer, max_new_tokens=30, sequence=sequence)
     assert again.stats.reused_tokens == len(longer) - 1
     assert again.token_ids == fresh(endless, longer, max_new_tokens=30).token_ids
+
+
+def test_a_stream_whose_sequence_was_used_meanwhile_stops(endless: Decoder, prompts: list[Ids]) -> None:
+    """Going on would emit tokens that the target never chose."""
+    sequence = endless.new_sequence()
+    older = endless.stream(prompts[0], max_new_tokens=30, sequence=sequence)
+    next(older)
+    newer = endless.generate(prompts[1], max_new_tokens=30, sequence=sequence)
+    with pytest.raises(GenerationError, match="another call has used it"):
+        next(older)
+    assert newer.token_ids == fresh(endless, prompts[1], max_new_tokens=30).token_ids
+    assert endless.generate(prompts[1], max_new_tokens=30, sequence=sequence).token_ids == newer.token_ids
 
 
 # ---- numbers ----

@@ -288,8 +288,22 @@ def test_grow_keeps_parents_when_a_guess_is_certain() -> None:
 
 def test_dynamic_tree_is_read_written_and_refused() -> None:
     assert read_tree("dynamic-12") == tree_from_json({"dynamic": {"nodes": 12}}) == DynamicTree(12)
+    assert read_tree("dynamic-12-0.08") == tree_from_json(DynamicTree(12, 0.08).to_json()) == DynamicTree(12, 0.08)
     assert tree_from_json(DynamicTree(5).to_json()) == DynamicTree(5)
     assert read_tree("chain-2") == TokenTree.chain(2)
-    for data in ({"dynamic": {"nodes": 1}}, {"dynamic": {}}, {"dynamic": 4}, {"dynamic": {"nodes": True}}):
+    for data in (
+        {"dynamic": {"nodes": 1}},
+        {"dynamic": {}},
+        {"dynamic": 4},
+        {"dynamic": {"nodes": True}},
+        {"dynamic": {"nodes": 3, "floor": 1}},
+    ):
         with pytest.raises(TreeError):
             tree_from_json(data)
+
+
+def test_grow_leaves_out_what_is_not_worth_a_row() -> None:
+    logprobs = np.log([[0.6, 0.3, 0.04], [0.5, 0.1, 0.05]])
+    # Worth at least 0.1: [0] .6, [1] .3, [0,0] .3, [1,0] .15; not [0,1] .06, [2] .04, ...
+    assert set(grow(logprobs, 99, 0.1).paths[1:]) == {(0,), (1,), (0, 0), (1, 0)}
+    assert grow(logprobs, 99, 0.7) == TokenTree.chain(0)

@@ -26,7 +26,10 @@ from speccompile.runtime.backends.ort import OrtTarget
 
 SHARD_TOKENS = 16_384
 SHORTEST_ANSWER = 8  # shorter ones teach nothing beyond the first head
-ASK_TEMPERATURE, ASK_TOP_P, ASK_TOP_K = 1.0, 0.95, 64
+ASK_TOP_P, ASK_TOP_K = 0.95, 64
+# Chat models open most user turns alike (SmolLM2: "I" or "Can" two times in three). The first token of a turn is
+# drawn from a flattened distribution, so that questions are as varied as users are; the rest follows by itself.
+OPENING_TEMPERATURE, OPENING_TOP_K = 2.5, 256
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def converse(
     def start() -> tuple[_Row, int] | None:
         """A row after the shared prefix, and the token to feed it first; None when the questions have run out."""
         if questions is None:
-            return _Row(list(turn.prefix), asking=True), _sample(first_logits, rng)
+            return _Row(list(turn.prefix), asking=True), _sample(first_logits, rng, opening=True)
         question = next(questions, None)
         if question is None:
             return None
@@ -173,13 +176,16 @@ def _share_prefix(target: OrtTarget, buffer: npt.NDArray[np.float32], prefix: Se
     return out.logits[0, 0].copy()
 
 
-def _sample(logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
-    """Nucleus sampling among the best few, enough for asking questions."""
-    best = np.argpartition(logits, -ASK_TOP_K)[-ASK_TOP_K:]
+def _sample(logits: npt.NDArray[np.float32], rng: np.random.Generator, opening: bool = False) -> int:
+    """The next token of a user turn: nucleus sampling, or nearly any plausible token for its opening."""
+    count = min(OPENING_TOP_K if opening else ASK_TOP_K, len(logits))
+    best = np.argpartition(logits, -count)[-count:]
     best = best[np.argsort(-logits[best])]
-    weights = np.exp((logits[best] - logits[best[0]]).astype(np.float64) / ASK_TEMPERATURE)
+    temperature = OPENING_TEMPERATURE if opening else 1.0
+    weights = np.exp((logits[best] - logits[best[0]]).astype(np.float64) / temperature)
     weights /= weights.sum()
-    weights[1:][np.cumsum(weights)[:-1] >= ASK_TOP_P] = 0
+    if not opening:
+        weights[1:][np.cumsum(weights)[:-1] >= ASK_TOP_P] = 0
     return int(rng.choice(best, p=weights / weights.sum()))
 
 

@@ -11,7 +11,6 @@ from speccompile.graphs.passes import DeriveGqaInputs
 from speccompile.graphs.tree import TokenTree
 from tests.tiny.passes import Array, Feed, graph, kinds, normal, run
 
-WINDOW = 4
 TREES = {
     "one node": TokenTree.chain(0),
     "chain": TokenTree.chain(5),
@@ -84,23 +83,24 @@ def check(model: ir.Model, given: Feed, windows: dict[str, int | None]) -> None:
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("past", [0, 1, 3, 11])
 def test_trees_with_and_without_a_window(tree: TokenTree, past: int) -> None:
-    model = model_with("attention_bias", f"attention_bias_window_{WINDOW}")
+    windows = {"attention_bias": None, **{f"attention_bias_window_{window}": window for window in (1, 2, 4)}}
+    model = model_with(*windows)
     assert DeriveGqaInputs()(model).modified
-    given = feed(tree.mask[None], [past], tree.depths)
-    check(model, given, {"attention_bias": None, f"attention_bias_window_{WINDOW}": WINDOW})
+    check(model, feed(tree.mask[None], [past], tree.depths), windows)
 
 
-def test_a_window_counts_positions_and_not_slots() -> None:
-    """Node 63 of the public tree is 63 slots but only 5 positions behind the root."""
-    tree = TokenTree.named("mc_sim_7b_63")
-    leaf = int(tree.depths.argmax())
-    assert leaf > 8
-    model = model_with("attention_bias_window_8")
+@pytest.mark.parametrize("window", [2, 3, 8])
+def test_a_window_counts_positions_and_not_slots(window: int) -> None:
+    """The last node of the public tree is 63 slots but only 4 positions behind the root."""
+    tree, past = TokenTree.named("mc_sim_7b_63"), 20
+    leaf, depth = len(tree) - 1, int(tree.depths[-1])
+    assert (leaf, depth) == (63, 4)
+    model = model_with(f"attention_bias_window_{window}")
     DeriveGqaInputs()(model)
-    bias = run(model, feed(tree.mask[None], [20], tree.depths))[-1][0, 0, leaf]
-    seen = np.flatnonzero(bias == 0).tolist()
-    depth = int(tree.depths[leaf])
-    assert seen == [*range(20 + depth - 7, 20), *(20 + node for node in tree.ancestry(leaf))]
+    bias = run(model, feed(tree.mask[None], [past], tree.depths))[-1][0, 0, leaf]
+    committed = range(past + depth - window + 1, past)
+    drafted = [past + node for node in tree.ancestry(leaf) if tree.depths[node] > depth - window]
+    assert np.flatnonzero(bias == 0).tolist() == [*committed, *drafted]
 
 
 def test_rows_of_different_length_with_one_token_each() -> None:

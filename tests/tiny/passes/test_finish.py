@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
 import pytest
+import torch
 
 from speccompile.graphs import contract
+from speccompile.graphs.errors import TraceError
 from speccompile.graphs.passes import clean, finish_gqa_target
 from speccompile.graphs.target import survey, trace_gqa
+from speccompile.graphs.tree import TokenTree
+from speccompile.runtime.backends.ort import OrtTarget
 from tests.tiny.models import BASE, tiny_model
 from tests.tiny.passes import kinds, only
 
@@ -46,3 +54,24 @@ def test_a_llama_comes_down_to_its_products_and_kernels(name: str) -> None:
     if tied:
         embedding = next(node for node in graph.graph if node.op_type == "Gather")
         assert embedding.inputs[0] is only(graph, "Gemm").inputs[1]
+
+
+def test_heads_that_only_the_separate_rotary_operator_takes(tmp_path: Path) -> None:
+    """24 channels a head: attention takes them, but not their tables of 12."""
+    model = tiny_model("llama", num_hidden_layers=1, head_dim=24)
+    graph = trace_gqa(model, survey(model, POSITIONS), with_hidden=False)
+    finish_gqa_target(graph)
+    assert kinds(graph)["RotaryEmbedding"] == 2
+    ir.save(graph, tmp_path / "target.onnx")
+    chain, ids = TokenTree.chain(6), np.arange(5, 12)
+    cache = OrtTarget(tmp_path / "target.onnx", threads=1).open(16)
+    logits = cache.run(ids, chain.depths, chain.mask, chain.nodes).logits[0]
+    with torch.no_grad():
+        wanted = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+def test_heads_that_attention_does_not_take_are_refused_by_name() -> None:
+    model = tiny_model("llama", num_hidden_layers=1, head_dim=20)
+    with pytest.raises(TraceError, match="LlamaForCausalLM: heads have 20 channels"):
+        trace_gqa(model, survey(model, POSITIONS), with_hidden=False)

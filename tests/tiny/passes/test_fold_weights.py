@@ -83,6 +83,8 @@ def test_the_products_name_shape_and_place_as_an_output_are_kept() -> None:
         ("t = Transpose<perm = [0, 2, 1]>(x) y = MatMul(t, x)", {}),  # not a weight
         ("t = Transpose<perm = [1, 0]>(W) y = MatMul(t, v)", {"W": (8, 8), "v": (8, 8)}),  # the left operand
         ("t = Transpose<perm = [1, 0]>(W) a = MatMul(x, t) y = Add(a, t)", {"W": (8, 8)}),  # another reader
+        ("t = Transpose<perm = [0, 1]>(W) y = MatMul(x, t)", {"W": (8, 8)}),  # turns nothing round
+        ("t = Transpose<perm = [0, 2, 1]>(W) y = MatMul(x, t)", {"W": (2, 4, 8)}),  # a stack, as of experts
     ],
 )
 def test_everything_else_stays(body: str, weights: dict[str, tuple[int, ...]]) -> None:

@@ -140,6 +140,18 @@ def test_an_add_that_is_no_bias_stays_behind_the_split() -> None:
     assert (counts["MatMul"], counts["Add"], counts["Split"]) == (1, 2, 1)
 
 
+@pytest.mark.parametrize(("width", "addend"), [(4, 1), (1, 4)])
+def test_a_vector_that_broadcasts_is_no_bias(width: int, addend: int) -> None:
+    model = graph(
+        """agraph (float[B,T,8] x) => (float[B,T,4] y)
+        <float[B,T,N] a_product, float[B,T,N] b_product, float[B,T,4] a, float[B,T,4] b> {"""
+        + linear("a", "x", "A", "c") + linear("b", "x", "C", "d") + "y = Add(a, b) }",
+        A=normal(width, 8), C=normal(width, 8, seed=1), c=normal(addend), d=normal(addend, seed=1),
+    )  # fmt: skip
+    assert apply(FuseParallelMatMuls(), model, FEEDS)
+    assert kinds(model)["Add"] == 3
+
+
 def test_one_product_alone_is_left_alone() -> None:
     model = graph(
         "agraph (float[B,T,8] x) => (float[B,T,4] y) {" + linear("y", "x", "A", "c") + "}", A=normal(4, 8), c=normal(4)

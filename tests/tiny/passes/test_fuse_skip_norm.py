@@ -95,6 +95,7 @@ def test_a_sum_that_broadcasts_stays(shape: str) -> None:
     "norm",
     [
         "LayerNormalization<axis = -1>(s, W)",  # no bias
+        "LayerNormalization<axis = 1>(s, W, W)",  # over two axes
         "RMSNormalization<axis = -1>(s, r)",  # its scale is computed
         "RMSNormalization<axis = -1>(x, W)",  # of no sum
     ],

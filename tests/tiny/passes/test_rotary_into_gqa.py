@@ -120,6 +120,13 @@ def test_what_one_operator_cannot_do_stays(changes: dict[str, str]) -> None:
     assert kinds(model) == before
 
 
+@pytest.mark.parametrize("width", [8, 24])
+def test_widths_that_the_operator_refuses_stay(width: int) -> None:
+    """Its kernels want tables a multiple of 8 wide: heads of 24, 40 or 120 channels rotate outside."""
+    model = attention(width)
+    assert not apply(RotaryIntoGqa(), model, FEEDS)
+
+
 def test_a_projection_read_elsewhere_too_is_no_obstacle() -> None:
     model = attention(more="z = Neg(rk_h)")
     assert apply(RotaryIntoGqa(), model, FEEDS, atol=5e-6)
