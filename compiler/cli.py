@@ -248,6 +248,8 @@ def train() -> None:
 @click.option("--out", type=PATH, required=True, help="Folder of the heads.")
 @click.option("--work", type=PATH, help="Folder for data and checkpoints, to resume from. Default: OUT.work")
 @click.option("--data", type=PATH, help="JSONL with user turns to answer, instead of turns the model writes itself.")
+@click.option("--init", type=PATH, help="Heads to start from, instead of from the target's own lm_head.")
+@click.option("--lr", type=float, default=4e-3, show_default=True)
 @click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make.")
 @click.option("--heads", type=int, default=4, show_default=True)
 @click.option("--layers", type=int, default=1, show_default=True, help="Residual blocks per head.")

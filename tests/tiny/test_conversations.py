@@ -13,6 +13,7 @@ from speccompile.compiler.checkpoint import read_model
 from speccompile.graphs.errors import CheckpointError
 from speccompile.runtime import Decoder
 from speccompile.tools.training.conversations import (
+    OPENINGS,
     Conversation,
     Limits,
     TurnTokens,
@@ -39,6 +40,7 @@ def test_turn_tokens_write_the_template_around_the_users_words(turn: TurnTokens,
     whole = tiny_decoder.text.chat([{"role": "user", "content": words}])
     assert turn.prefix + tiny_decoder.text.encode(words) + turn.suffix == whole
     assert turn.stops == {*EOS_IDS, turn.suffix[0]}
+    assert [tiny_decoder.text.decode(opening) for opening in turn.openings] == list(OPENINGS)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -71,6 +73,11 @@ def test_answers_and_features_are_the_targets_own(given: bool, turn: TurnTokens,
         ended = item.answer[-1] in turn.stops
         assert ended or len(item.answer) == LIMITS.answer
         assert not set(item.answer[:-1].tolist()) & turn.stops
+        question = prompt[len(turn.prefix) : -len(turn.suffix)]
+        assert given or (len(question) <= LIMITS.question and not set(question) & turn.stops)
+    if not given:
+        opened = [any(tuple(p[len(turn.prefix) :][: len(o)]) == o for o in turn.openings) for p in prompts]
+        assert sum(opened) >= len(made) // 2
 
 
 def conversation(length: int, seed: int) -> Conversation:

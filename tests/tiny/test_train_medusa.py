@@ -196,6 +196,28 @@ def test_folded_blocks_are_the_trained_ones(tmp_path: Path, layers: int) -> None
     np.testing.assert_allclose(found.numpy(), trained.numpy(), rtol=1e-5, atol=1e-5)
 
 
+def test_unfolding_undoes_folding() -> None:
+    scale = torch.from_numpy(CHANNEL_SIZES).float()
+    trained, other = (ScaledBlocks(HEADS, 2, scale, torch.Generator().manual_seed(seed)) for seed in (6, 7))
+    with torch.no_grad():
+        trained.bias += torch.randn(trained.bias.shape, generator=torch.Generator().manual_seed(8))
+    other.unfold(MedusaHeads(WIDTH, trained.fold()))
+    for name, tensor in trained.state_dict().items():
+        np.testing.assert_allclose(other.state_dict()[name], tensor, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_training_goes_on_from_given_heads(shards: Path, tmp_path: Path) -> None:
+    first, _ = train_medusa(shards, LM_HEAD, work=tmp_path / "a", settings=SETTINGS)
+    still = replace(SETTINGS, epochs=1, lr=0.0)
+    second, report = train_medusa(shards, LM_HEAD, work=tmp_path / "b", settings=still, init=first)
+    assert first.token_map is not None and torch.equal(first.token_map, second.token_map)
+    for old, new in zip(first.blocks, second.blocks, strict=True):
+        torch.testing.assert_close(new[0][0], old[0][0], rtol=1e-4, atol=1e-5)
+    assert [row[0] for row in report["accuracy"]] == [1.0] * HEADS
+    with pytest.raises(CheckpointError, match=r"3 heads of 1 blocks cannot start a training of 2 heads"):
+        train_medusa(shards, LM_HEAD, work=tmp_path / "c", settings=replace(SETTINGS, heads=2), init=first)
+
+
 def test_every_training_position_comes_once_an_epoch(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(medusa, "SHUFFLE_SHARDS", 2)  # the three shards take two windows
 

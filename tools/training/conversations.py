@@ -27,9 +27,11 @@ from speccompile.runtime.backends.ort import OrtTarget
 SHARD_TOKENS = 16_384
 SHORTEST_ANSWER = 8  # shorter ones teach nothing beyond the first head
 ASK_TOP_P, ASK_TOP_K = 0.95, 64
-# Chat models open most user turns alike (SmolLM2: "I" or "Can" two times in three). The first token of a turn is
-# drawn from a flattened distribution, so that questions are as varied as users are; the rest follows by itself.
-OPENING_TEMPERATURE, OPENING_TOP_K = 2.5, 256
+# Left alone, chat models open most user turns alike and chattily (SmolLM2: "I" or "Can" two times in three), and
+# heads then know little of essays, code or lists. So most turns open with a word or two that requests open with;
+# the model writes the rest. For a model of another language, give user turns of your own (`--data`).
+OPENED_SHARE = 0.8
+OPENINGS = tuple(Path(__file__).with_name("openings.txt").read_text("utf-8").splitlines())
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class TurnTokens:
         prefix: before the user's words.
         suffix: after them, up to where the answer starts.
         stops: ids that end a turn.
+        openings: the tokens of `OPENINGS`, each a way to start the user's words.
     """
 
     prefix: list[int]
     suffix: list[int]
     stops: frozenset[int]
+    openings: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -110,7 +114,10 @@ def converse(
     def start() -> tuple[_Row, int] | None:
         """A row after the shared prefix, and the token to feed it first; None when the questions have run out."""
         if questions is None:
-            return _Row(list(turn.prefix), asking=True), _sample(first_logits, rng, opening=True)
+            if not turn.openings or rng.random() >= OPENED_SHARE:
+                return _Row(list(turn.prefix), asking=True), _sample(first_logits, rng)
+            first, *forced = turn.openings[rng.integers(len(turn.openings))]
+            return _Row(list(turn.prefix), forced, asking=True), first
         question = next(questions, None)
         if question is None:
             return None
@@ -149,14 +156,16 @@ def converse(
 
 
 def _write_prompt(state: _Row, turn: TurnTokens, limits: Limits, sample: Callable[[], int]) -> int:
-    """The next token of a row that is not answering yet: sampled while it asks, then the template's own."""
-    if state.asking:
-        state.asked += 1
-        following = sample()
-        if following not in turn.stops and state.asked < limits.question:
-            return following
-        state.asking, state.forced = False, list(turn.suffix)
-    return state.forced.pop(0)
+    """The next token of a row that is not answering yet: an opening, sampled words, then the template's own."""
+    state.asked += state.asking
+    if state.forced:
+        return state.forced.pop(0)
+    following = sample()
+    if following not in turn.stops and state.asked < limits.question:
+        return following
+    first, *state.forced = turn.suffix
+    state.asking = False
+    return first
 
 
 def _finish(state: _Row) -> Conversation:
@@ -176,16 +185,14 @@ def _share_prefix(target: OrtTarget, buffer: npt.NDArray[np.float32], prefix: Se
     return out.logits[0, 0].copy()
 
 
-def _sample(logits: npt.NDArray[np.float32], rng: np.random.Generator, opening: bool = False) -> int:
-    """The next token of a user turn: nucleus sampling, or nearly any plausible token for its opening."""
-    count = min(OPENING_TOP_K if opening else ASK_TOP_K, len(logits))
+def _sample(logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
+    """The next token of a user turn: nucleus sampling at temperature 1."""
+    count = min(ASK_TOP_K, len(logits))
     best = np.argpartition(logits, -count)[-count:]
     best = best[np.argsort(-logits[best])]
-    temperature = OPENING_TEMPERATURE if opening else 1.0
-    weights = np.exp((logits[best] - logits[best[0]]).astype(np.float64) / temperature)
+    weights = np.exp((logits[best] - logits[best[0]]).astype(np.float64))
     weights /= weights.sum()
-    if not opening:
-        weights[1:][np.cumsum(weights)[:-1] >= ASK_TOP_P] = 0
+    weights[1:][np.cumsum(weights)[:-1] >= ASK_TOP_P] = 0
     return int(rng.choice(best, p=weights / weights.sum()))
 
 

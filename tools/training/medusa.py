@@ -136,8 +136,10 @@ class DataSummary:
     scale: torch.Tensor
 
 
-def survey(paths: Sequence[Path], vocab_size: int, draft_vocabulary: int) -> DataSummary:
-    """Count tokens, choose the draft vocabulary, measure the features.
+def survey(
+    paths: Sequence[Path], vocab_size: int, draft_vocabulary: int, token_ids: torch.Tensor | None = None
+) -> DataSummary:
+    """Count tokens, choose the draft vocabulary (unless `token_ids` gives it), measure the features.
 
     The most frequent answer tokens make the vocabulary; should there be too few, the most frequent prompt
     tokens follow, then low ids, which byte-pair encoders give to frequent pieces.
@@ -168,6 +170,7 @@ def survey(paths: Sequence[Path], vocab_size: int, draft_vocabulary: int) -> Dat
             f"shards: {training} training and {held_out_count} held-out positions; make more data, both are needed."
         )
     chosen = np.sort(np.lexsort((np.arange(vocab_size), -prompts, -answers[False]))[:draft_vocabulary])
+    chosen = chosen if token_ids is None else token_ids.numpy()
     scale = torch.from_numpy(np.sqrt(np.asarray(squares) / training)).float().clamp_min(1e-3)
     coverage = float(answers[True][chosen].sum() / held_out_count)
     return DataSummary(training, held_out_count, torch.from_numpy(chosen), coverage, scale)
@@ -196,6 +199,14 @@ class ScaledBlocks(torch.nn.Module):
         self.weight = torch.nn.Parameter(start)  # V, transposed
         self.bias = torch.nn.Parameter(torch.zeros(layers, heads, 1, width))
         self.register_buffer("scale", scale.clone())
+
+    def unfold(self, heads: MedusaHeads) -> None:
+        """Start from heads of layout B: the inverse of `fold`."""
+        with torch.no_grad():
+            for head, blocks in enumerate(heads.blocks):
+                for layer, (weight, bias) in enumerate(blocks):
+                    self.weight[layer, head] = (weight * self.scale / self.scale[:, None]).T
+                    self.bias[layer, head] = 0 if bias is None else bias / self.scale
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """[N,F] -> [heads,N,F]: the states that meet the lm_head."""
@@ -246,6 +257,7 @@ def train_medusa(
     work: Path,
     lm_head_bias: torch.Tensor | None = None,
     settings: Settings = Settings(),
+    init: MedusaHeads | None = None,
     device: str = "cpu",
     target_fingerprint: str | None = None,
     base_model: str | None = None,
@@ -261,6 +273,7 @@ def train_medusa(
         shards: folder of `conversations`.
         lm_head: [V,F], the target's.
         work: folder for the checkpoint.
+        init: heads to start from, with their draft vocabulary; they must use the target's lm_head.
         lm_head_bias: [V], the target's, if it has one.
         device: "cpu" or "cuda".
         checkpoint_seconds: time between checkpoints.
@@ -276,10 +289,14 @@ def train_medusa(
     if not paths:
         raise CheckpointError(f"{shards}: holds no feature shards; make training data first.")
     began = time.monotonic()
-    data = survey(paths, len(lm_head), settings.draft_vocabulary)
+    if init is not None:
+        _check_init(init, settings)
+    data = survey(paths, len(lm_head), settings.draft_vocabulary, None if init is None else init.token_map)
     if len(data.scale) != lm_head.shape[1]:
         raise CheckpointError(f"{shards}: features have width {len(data.scale)}, the lm_head has {lm_head.shape[1]}.")
     training = Training(settings, data, device)
+    if init is not None:
+        training.blocks.unfold(init)
     epoch_steps = data.training // settings.batch
     if not epoch_steps:
         raise CheckpointError(
@@ -288,6 +305,7 @@ def train_medusa(
     made_of = {
         "settings": asdict(settings),
         "target_fingerprint": target_fingerprint,
+        "init": init and init.fingerprint,
         "shards": {path.name: path.stat().st_size for path in paths},
     }
     checkpoint = work / CHECKPOINT_FILE
@@ -332,6 +350,16 @@ def train_medusa(
         "seconds": time.monotonic() - began,
         **accuracy(ranks),
     }
+
+
+def _check_init(init: MedusaHeads, settings: Settings) -> None:
+    shape = (init.num_heads, init.num_layers)
+    if init.lm_heads is not None or shape != (settings.heads, settings.layers):
+        own = " with an lm_head of their own" if init.lm_heads is not None else ""
+        raise CheckpointError(
+            f"{init.source}: {shape[0]} heads of {shape[1]} blocks{own} cannot start a training of {settings.heads} "
+            f"heads of {settings.layers} blocks on the target's lm_head; give the same counts."
+        )
 
 
 class Training:

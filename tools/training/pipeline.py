@@ -13,12 +13,13 @@ import torch
 
 from speccompile.compiler.build import write_target
 from speccompile.compiler.checkpoint import Source, read_model
-from speccompile.compiler.medusa_heads import write_heads
+from speccompile.compiler.medusa_heads import read_heads, write_heads
 from speccompile.compiler.publish import staged
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.target import survey
 from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.tools.training.conversations import (
+    OPENINGS,
     TurnTokens,
     converse,
     make_conversations,
@@ -50,6 +51,8 @@ def train_medusa_heads(
     seed: int,
     device: str,
     data: Path | None = None,
+    init: Path | None = None,
+    lr: float = Settings.lr,
     report: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Train Medusa heads for a model on its own answers and publish them at `out`.
@@ -58,6 +61,7 @@ def train_medusa_heads(
         work: folder of the data and of training checkpoints; a second call goes on where the first stopped.
         tokens: answer tokens to make; what `work` holds already counts.
         data: JSONL file of user turns to answer instead of self-made ones.
+        init: heads to start from, with their counts and draft vocabulary.
         tree_nodes: size of the tree recommended beside the heads, the root included.
 
     Returns:
@@ -79,6 +83,7 @@ def train_medusa_heads(
             layers=layers,
             draft_vocabulary=draft_vocabulary or len(lm_head),  # type: ignore[arg-type]
             epochs=epochs,
+            lr=lr,
             seed=seed,
         )
         trained, results = train_medusa(
@@ -87,6 +92,7 @@ def train_medusa_heads(
             lm_head_bias=bias.detach() if (bias := getattr(source.lm_head, "bias", None)) is not None else None,
             work=work / "checkpoint",
             settings=settings,
+            init=None if init is None else read_heads(init),
             device=chosen,
             target_fingerprint=source.fingerprint,
             report=lambda step, steps, loss: report(f"training: step {step:,} of {steps:,}, loss {loss:.2f}"),
@@ -128,7 +134,8 @@ def turn_tokens(source: Source) -> TurnTokens:
     prefix, suffix = (tokenizer.encode(part, add_special_tokens=False) for part in text.split(USER_WORDS))
     if not prefix or not suffix:
         raise CheckpointError(f"{source.path}: its chat template writes nothing before or after the user's words.")
-    return TurnTokens(prefix, suffix, frozenset({*source.eos_ids, suffix[0]}))
+    openings = tuple(tuple(tokenizer.encode(words, add_special_tokens=False)) for words in OPENINGS)
+    return TurnTokens(prefix, suffix, frozenset({*source.eos_ids, suffix[0]}), openings)
 
 
 def _make_data(source: Source, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report) -> int:
