@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
+from speccompile.graphs import contract
 from speccompile.graphs.errors import TraceError
 
 ATTENTION_NAME = "speccompile"
-MICROSOFT = "com.microsoft"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def gqa_attention(trace: Trace) -> Callable[..., tuple[Tensor, None]]:
         inputs = [flat(query), flat(key), flat(value), past_key, past_value, trace.seqlens_k, trace.total]
         inputs += [None, None, None, trace.biases[layer.window]]
         out, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
-            f"{MICROSOFT}::GroupQueryAttention",
+            f"{contract.MICROSOFT}::GroupQueryAttention",
             inputs,
             attributes,
             dtypes=[query.dtype] * 3,

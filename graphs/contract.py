@@ -34,6 +34,9 @@ TOPK_LOGPROBS = "topk_logprobs"
 
 TARGET_INPUTS = (INPUT_IDS, POSITION_IDS, TREE_MASK, PAST_LENGTH, LOGIT_ROWS)
 
+MICROSOFT = "com.microsoft"
+"""Domain of ONNX Runtime's own operators."""
+
 PARTS = ("key", "value")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError, GenerationError
-from speccompile.runtime.acceptance import Accepted, accept_greedy, accept_typical, walk
+from speccompile.runtime.acceptance import Accepted, accept_greedy, accept_sampled, accept_typical
 from speccompile.runtime.backends.ort import OrtCache, OrtHeads, OrtTarget, StepOutput
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.drafters.draft import Draft, Drafter
@@ -306,17 +306,12 @@ class Decoder:
             accepted = accept_greedy(draft.tree, draft.tokens, output.next_ids[0])
             _require_finite(output, accepted.nodes)
             return accepted
-        if request.acceptance == "typical" and request.speculate:
 
-            def distribution_at(node: int, path: list[int]) -> npt.NDArray[np.float64]:
-                return distribution(output.logits[0, node], [*before, root, *path], sampling)
+        def distribution_at(node: int, path: list[int]) -> npt.NDArray[np.float64]:
+            return distribution(output.logits[0, node], [*before, root, *path], sampling)
 
-            return accept_typical(draft.tree, draft.tokens, distribution_at, request.uniform)
-
-        def next_token_at(node: int, path: list[int]) -> int:
-            return next_token(output.logits[0, node], [*before, root, *path], sampling, request.uniform)
-
-        return walk(draft.tree, draft.tokens, next_token_at)
+        rule = accept_typical if request.acceptance == "typical" and request.speculate else accept_sampled
+        return rule(draft.tree, draft.tokens, distribution_at, request.uniform)
 
     def _next_token(self, output: StepOutput, row: int, request: Request, context: list[int]) -> int:
         if not request.sampling.needs_logits:

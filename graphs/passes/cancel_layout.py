@@ -30,12 +30,14 @@ class CancelLayout(ir.passes.InPlacePass):
                 if outer_order and inner_order and [inner_order[axis] for axis in outer_order] == sorted(inner_order):
                     modified |= _bypass(graph, node, inner.inputs[0])
             elif node.op_type == "Reshape" and not node.outputs[0].is_graph_output():
-                if (inner := producer(node.inputs[0], "Reshape")) and not _copies_axes(node):
+                inner = producer(node.inputs[0], "Reshape")
+                sources = [inner.inputs[0], node.inputs[0]] if inner else [node.inputs[0]]
+                same = next((s for s in sources if s is not None and same_shape(s, node.outputs[0])), None)
+                if same is not None:
+                    modified |= _bypass(graph, node, same)
+                elif inner and not _copies_axes(node):
                     node.replace_input_with(0, inner.inputs[0])
                     modified = True
-                source = node.inputs[0]
-                if source is not None and same_shape(source, node.outputs[0]):
-                    modified |= _bypass(graph, node, source)
         return modified
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.graphs.passes.matching import MICROSOFT, is_weight, producer, replace, same_shape
+from speccompile.graphs.contract import MICROSOFT
+from speccompile.graphs.passes.matching import is_weight, producer, replace, same_shape
 
 
 class FuseSkipNorm(ir.passes.InPlacePass):

@@ -8,8 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-MICROSOFT = "com.microsoft"
-
 
 def producer(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node | None:
     """The node that makes `value`, if it is this operator."""

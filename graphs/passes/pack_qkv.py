@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.graphs.passes.matching import MICROSOFT, producer
+from speccompile.graphs.contract import MICROSOFT
+from speccompile.graphs.passes.matching import producer
 
 
 class PackQkv(ir.passes.InPlacePass):

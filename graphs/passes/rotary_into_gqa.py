@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from speccompile.graphs.passes.matching import MICROSOFT, only_use, producer
+from speccompile.graphs.contract import MICROSOFT
+from speccompile.graphs.passes.matching import only_use, producer
 
 # GroupQueryAttention's input slots (com.microsoft, version 1).
 QUERY, KEY, COS, SIN, POSITIONS = 0, 1, 7, 8, 9

@@ -87,8 +87,8 @@ class StepOutput:
 class OrtTarget:
     """A target (or draft) model on the graph contract. Weights live here, once; each sequence opens its own cache."""
 
-    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True) -> None:
-        self.session = open_session(path, threads, provider, spin)
+    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None) -> None:
+        self.session = open_session(path, threads, provider)
         inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.layers = sum(name.startswith("past_key_values.") for name in inputs) // 2
@@ -105,10 +105,6 @@ class OrtTarget:
     def open(self, capacity: int, batch: int = 1) -> OrtCache:
         """A fresh, empty cache of `capacity` tokens for `batch` rows."""
         return OrtCache(self, capacity, batch)
-
-    def cache_bytes(self, capacity: int, batch: int = 1) -> int:
-        """Size of such a cache; pages not written yet cost nothing on Linux."""
-        return 2 * self.layers * batch * self.kv_heads * capacity * self.head_dim * np.dtype(self.kv_dtype).itemsize
 
 
 class OrtCache:

@@ -78,11 +78,6 @@ def ids_of(tiny_decoder: Decoder, count: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).integers(5, tiny_decoder.target.vocab_size, count)
 
 
-def test_its_size_is_what_it_says(tiny_decoder: Decoder) -> None:
-    target = tiny_decoder.target
-    assert target.open(40, batch=3).buffer.nbytes == target.cache_bytes(40, batch=3)
-
-
 def test_tokens_beyond_the_capacity_are_refused(tiny_decoder: Decoder) -> None:
     cache = tiny_decoder.target.open(12)
     ids = ids_of(tiny_decoder, 13)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from speccompile.graphs.errors import GenerationError
 from speccompile.graphs.tree import DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder
 from speccompile.runtime import decoder as decoding
-from speccompile.runtime.acceptance import Accepted
+from speccompile.runtime.acceptance import Accepted, walk
 from speccompile.runtime.backends.ort import OrtCache, StepOutput
 from speccompile.runtime.drafters.medusa import MedusaDrafter
+from speccompile.runtime.sampling import draw
 from speccompile.runtime.stats import STAGES
 from tests.tiny.models import VOCAB
 
@@ -274,16 +275,16 @@ def test_sampled_answers_have_the_targets_distribution(
     assert agreement > 1e-3
 
     # The same test must see a rule that gives drafted tokens a second chance.
-    walk = decoding.walk
-
-    def draw_twice(tree: TokenTree, tokens: npt.NDArray[np.int64], next_token_at: Any) -> Accepted:
+    def draw_twice(
+        tree: TokenTree, tokens: npt.NDArray[np.int64], distribution_at: Any, uniform: Callable[[], float]
+    ) -> Accepted:
         def next_token(node: int, path: Ids) -> int:
-            token, drafted = next_token_at(node, path), {int(tokens[child]) for child in tree.children[node]}
-            return int(token if token in drafted or not drafted else next_token_at(node, path))
+            token, drafted = draw(distribution_at(node, path), uniform()), {int(tokens[n]) for n in tree.children[node]}
+            return token if token in drafted or not drafted else draw(distribution_at(node, path), uniform())
 
         return walk(tree, tokens, next_token)
 
-    monkeypatch.setattr(decoding, "walk", draw_twice)
+    monkeypatch.setattr(decoding, "accept_sampled", draw_twice)
     assert p_value(endless, prompt, table, SAMPLES // 4)[0] < 1e-6
 
 

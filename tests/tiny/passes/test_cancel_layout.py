@@ -110,6 +110,19 @@ def test_a_reshape_that_copies_an_axis_keeps_the_one_it_copies_from() -> None:
     assert kinds(model) == {"Reshape": 2, "Neg": 1}
 
 
+def test_a_reshape_back_to_the_source_goes_though_it_copies_axes() -> None:
+    model = graph(
+        """agraph (float[B,T,8] x) => (float[B,T,8] y)
+        <int64[4] split = {0, 0, 2, 4}, int64[3] joined = {0, 0, 8}, float[B,T,2,4] a, float[B,T,8] b> {
+            a = Reshape(x, split)
+            b = Reshape(a, joined)
+            y = Neg(b)
+        }"""
+    )
+    assert apply(CancelLayout(), model, FEEDS)
+    assert only(model, "Neg").inputs[0] is model.graph.inputs[0]
+
+
 def test_a_graph_output_keeps_its_node() -> None:
     model = graph(
         """agraph (float[B,T,8] x) => (float[B,T,8] y) <float[T,B,8] a> {

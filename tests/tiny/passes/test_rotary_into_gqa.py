@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from speccompile.graphs.contract import MICROSOFT
 from speccompile.graphs.passes import PackQkv, RotaryIntoGqa
-from speccompile.graphs.passes.matching import MICROSOFT
 from tests.tiny.passes import Feed, apply, graph, kinds, normal, only, run
 
 HEADS, KV_HEADS, HEAD_DIM, CAPACITY, POSITIONS = 4, 2, 32, 24, 32
