@@ -2,14 +2,15 @@
 
     python -m speccompile.tools.bench BUNDLE [--model MODEL] [--prompts N] [--max-new-tokens N] [--tree FILE ...]
 
-Every prompt is answered by each contestant in turn, so that a machine that slows down slows all of them. Times
-are wall time of the whole answer, prefill included. Each answer starts from an empty cache. Greedy tokens of
+Every prompt is answered by each contestant in turn, so that a machine that slows down slows all of them, and the order
+changes from prompt to prompt. Times are wall time of the whole answer, prefill included. Each answer starts from an empty cache. Greedy tokens of
 all contestants are compared; where two differ, the gap between the best two logits there decides whether it was
 a tie that rounding may break either way.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -31,6 +32,7 @@ from speccompile.runtime.backends.ort import available_cores
 from speccompile.tools.prompts import MT_BENCH, first_turns
 
 TIE_GAP = 1e-4
+MOST_ORDERS = 720
 PLAIN, TRANSFORMERS = "plain", "transformers"
 
 console = Console(stderr=True)
@@ -142,9 +144,10 @@ def compete(decoder: Decoder, contestants: list[Contestant], texts: list[str]) -
     prompts = [decoder.text.chat([{"role": "user", "content": t}]) if chat else decoder.text.encode(t) for t in texts]
     for contestant in contestants:  # warm up: caches, thread pools, first-touch pages
         contestant.answer(prompts[0])
-    for number, ids in enumerate(track(prompts, "answering", console=console)):
-        shift = number % len(contestants)  # nobody always goes first
-        for contestant in contestants[shift:] + contestants[:shift]:
+    # Who runs after whom matters (another program's weights have filled the caches), so all orders take turns.
+    orders = itertools.cycle(itertools.islice(itertools.permutations(contestants), MOST_ORDERS))
+    for ids, order in zip(track(prompts, "answering", console=console), orders, strict=False):
+        for contestant in order:
             contestant.run(ids)
     plain = next(c for c in contestants if c.name == PLAIN)
     return {
