@@ -3,9 +3,9 @@
     python -m speccompile.tools.bench BUNDLE [--model MODEL] [--prompts N] [--max-new-tokens N] [--tree FILE ...]
 
 Every prompt is answered by each contestant in turn, so that a machine that slows down slows all of them, and the order
-changes from prompt to prompt. Times are wall time of the whole answer, prefill included. Each answer starts from an empty cache. Greedy tokens of
-all contestants are compared; where two differ, the gap between the best two logits there decides whether it was
-a tie that rounding may break either way.
+changes from prompt to prompt. Times are wall time of the whole answer, prefill included. Each answer starts from an
+empty cache. Greedy tokens of all contestants are compared; where two differ, the gap between the best two logits there
+decides whether it was a tie that rounding may break either way.
 """
 
 from __future__ import annotations
