@@ -6,6 +6,8 @@ Bindings are made once per shape (tokens, rows) and reused: a step fills input b
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -118,7 +120,10 @@ class OrtCache:
         self.length = 0
         self.seconds = 0.0  # inside the backend, in the last call
         shape = (2 * target.layers, batch, target.kv_heads, capacity, target.head_dim)
-        self.buffer = np.zeros(shape, target.kv_dtype)
+        # An anonymous map of plain pages: only rows that are written take memory. numpy asks for huge pages, of which
+        # the few rows of a short text would touch nearly all.
+        pages = mmap.mmap(-1, math.prod(shape) * np.dtype(target.kv_dtype).itemsize)
+        self.buffer = np.frombuffer(pages, target.kv_dtype).reshape(shape)
         self._values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
         self._bindings: OrderedDict[tuple[int, int], _Binding] = OrderedDict()
 
