@@ -117,8 +117,9 @@ class Decoder:
         self.bundle = bundle
         self.capacity = min(capacity or manifest.target.max_length, manifest.target.max_length)
         self.text = Text.load(bundle.path, manifest.tokenizer.special_tokens)
-        self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
+        # Small graphs first: what loading one takes for a moment is given back before the largest is loaded.
         self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.method == "medusa" else None
+        self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
         self.tree = bundle.tree
         if self.heads is not None and self.heads.width != self.target.width:
             raise BundleError(
