@@ -11,16 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
+import numpy as np
+from torch import nn
 
 from speccompile.compiler.checkpoint import Source, read_model
+from speccompile.compiler.draft_model import DraftModel, cut_lm_head, read_draft
 from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
 from speccompile.compiler.prove import prove
 from speccompile.compiler.publish import staged
+from speccompile.compiler.write_graph import write_graph
+from speccompile.graphs.draft_model import DraftTail
 from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError, TraceError
 from speccompile.graphs.manifest import (
     MANIFEST_FILE,
+    METHODS,
     SCHEMA,
+    DraftInfo,
     GraphInfo,
     HeadsInfo,
     Manifest,
@@ -30,12 +36,16 @@ from speccompile.graphs.manifest import (
 )
 from speccompile.graphs.medusa import MedusaModule, export_medusa
 from speccompile.graphs.passes import clean, finish_gqa_target
-from speccompile.graphs.target import OPSET, Survey, survey, trace_gqa
-from speccompile.graphs.tree import ROOT_ALONE, DraftTree, TokenTree, load_tree
+from speccompile.graphs.settings import LookaheadSettings, LookupSettings
+from speccompile.graphs.target import OPSET, Survey, TargetTail, survey, trace_gqa
+from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, load_tree
 from speccompile.runtime.decoder import load
 
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
+DRAFT_TREE = AdaptiveChain(8, 0.4)
+LOOKUP_TREE = DynamicTree(16, 0.1)
+TOKEN_MAP_FILE = "draft_tokens.npy"
 PROOF_CAPACITY = 1024  # tokens a sequence may hold while the bundle is proved
 VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
 
@@ -48,6 +58,9 @@ def build(
     *,
     method: str = "medusa",
     heads: Path | None = None,
+    draft: Path | None = None,
+    lookahead: LookaheadSettings | None = None,
+    lookup: LookupSettings | None = None,
     tree: DraftTree | None = None,
     max_length: int | None = None,
     force: bool = False,
@@ -57,47 +70,63 @@ def build(
 
     Args:
         model: transformers folder or .gguf file.
-        method: "plain" or "medusa".
+        method: one of `METHODS`.
         heads: Medusa heads (any layout `read_heads` knows); a model with merged heads needs none.
-        tree: draft tree; default: what the heads' card recommends, else a small one that fits them.
+        draft: the draft model (see `compiler.draft_model`).
+        lookahead: W, N and G of method lookahead.
+        lookup: how method prompt-lookup looks up; with method medusa, its guesses join those of the heads.
+        tree: draft tree; default: what comes with heads or draft model, else a small one that fits them.
         max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
         report: called with what is being done.
 
     Raises:
         SpecCompileError: naming what is wrong; nothing is left behind.
     """
+    _check_parts(method, heads, draft, lookahead, lookup, tree)
     with staged(out, force) as folder:
         report("reading the model")
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
-        chosen = (tree or _recommended_tree(heads, drafted)) if drafted else ROOT_ALONE
+        small = _read_draft(source, draft, report) if draft is not None else None
+        if method == "lookahead":
+            lookahead = lookahead or LookaheadSettings()
+        if method == "prompt-lookup":
+            lookup = lookup or LookupSettings()
+        chosen = tree or _default_tree(method, heads or draft, drafted, lookahead)
         if drafted:
             _check_tree(drafted, chosen, source)
         limit = _max_length(source, max_length)
         with _refusing(source):
             found = survey(source.model, limit)
-            graphs = {"target": write_target(source, found, folder, drafted is not None, report)}
+            graphs = {"target": write_target(source, found, folder, TargetTail(drafted is not None), report)}
+        draft_info = None
         if drafted:
             report("tracing the heads")
             graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder)
+        if small:
+            with _refusing(small):
+                graphs["draft"], draft_info = write_draft_graph(small, chosen, limit, folder, report)
         report("writing the tokenizer")
         tokenizer = write_tokenizer(source, folder)
         manifest = Manifest(
             schema=SCHEMA,
             method=method,
             target=_target_info(source, found),
-            heads=_heads_info(drafted, found, chosen) if drafted else None,
             graphs=graphs,
             files={str(f.relative_to(folder)): file_info(f) for f in sorted(folder.rglob("*")) if f.is_file()},
             tokenizer=tokenizer,
             eos_ids=list(source.eos_ids),
             tree=chosen.to_json(),
+            heads=_heads_info(drafted, found, chosen) if drafted else None,
+            draft=draft_info,
+            lookahead=lookahead,
+            lookup=lookup,
             versions={name: importlib.metadata.version(name) for name in VERSIONED},
         )
         write_manifest(manifest, folder)
         eager_heads = medusa_module(source, drafted, _top_k(drafted, chosen)) if drafted else None
         try:
-            proof = prove(load(folder, check_hashes=False, capacity=PROOF_CAPACITY), source, eager_heads, report)
+            proof = prove(load(folder, check_hashes=False, capacity=PROOF_CAPACITY), source, eager_heads, small, report)
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
         manifest = replace(manifest, proof=proof)
@@ -107,12 +136,18 @@ def build(
 
 
 def verify(
-    bundle: Path, against: Path | None, heads: Path | None, threads: int | None = None, report: Report = lambda _: None
+    bundle: Path,
+    against: Path | None,
+    heads: Path | None = None,
+    draft: Path | None = None,
+    threads: int | None = None,
+    report: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Prove a published bundle again.
 
     Args:
-        against, heads: the model and heads to compare with; without them the bundle is checked against itself.
+        against, heads, draft: the model, heads and draft model to compare with; without them the bundle is checked
+            against itself.
 
     Returns:
         figures as in the manifest.
@@ -125,7 +160,7 @@ def verify(
     decoder = load(bundle, threads)
     manifest = decoder.bundle.manifest
     if against is None:
-        return prove(decoder, None, None, report)
+        return prove(decoder, None, report=report)
     report("reading the model")
     source = read_model(against)
     if source.fingerprint != manifest.target.fingerprint:
@@ -134,26 +169,62 @@ def verify(
             f"{source.fingerprint[:12]}...; give the model it was built from."
         )
     drafted = _read_heads(source, heads, report) if heads else None
-    if drafted and manifest.heads and drafted.fingerprint != manifest.heads.fingerprint:
-        raise BundleError(
-            f"{bundle}: made with heads of fingerprint {manifest.heads.fingerprint[:12]}... but {heads} has "
-            f"{drafted.fingerprint[:12]}...; give the heads it was built with."
-        )
+    small = _read_draft(source, draft, report) if draft else None
+    for what, path, ours, given in (
+        ("heads", heads, manifest.heads, drafted),
+        ("draft model", draft, manifest.draft, small),
+    ):
+        if given and ours and given.fingerprint != ours.fingerprint:
+            raise BundleError(
+                f"{bundle}: its {what} had fingerprint {ours.fingerprint[:12]}... but {path} has "
+                f"{given.fingerprint[:12]}...; give the {what} it was built with."
+            )
     eager = medusa_module(source, drafted, manifest.heads.top_k) if drafted and manifest.heads else None
-    return prove(decoder, source, eager, report)
+    return prove(decoder, source, eager, small, report)
 
 
-def write_target(source: Source, found: Survey, folder: Path, with_hidden: bool, report: Report) -> GraphInfo:
+def write_target(source: Source, found: Survey, folder: Path, tail: TargetTail, report: Report) -> GraphInfo:
     """Trace, fuse and write target.onnx and its weights; weights fused on the way are made as they are written."""
     report("tracing the target")
-    graph = trace_gqa(source.model, found, with_hidden)
+    return _write_model(source.model, found, tail, folder, "target", report)
+
+
+def write_draft_graph(
+    draft: DraftModel, tree: DraftTree, limit: int, folder: Path, report: Report
+) -> tuple[GraphInfo, DraftInfo]:
+    """Trace and write draft.onnx, on what it can of the target's weights, and the ids of its tokens."""
+    report("tracing the draft model")
+    found = survey(draft.model, min(limit, draft.max_length or limit))
+    ids = draft.token_ids
+    top_k = min(
+        max(DEFAULT_TOP_K, max(tree.ranks) + 1) if isinstance(tree, TokenTree) else DEFAULT_TOP_K, found.vocab_size
+    )
+    info = _write_model(draft.model, found, DraftTail(ids, top_k), folder, "draft", report, owner="target")
+    if ids is not None:
+        np.save(folder / TOKEN_MAP_FILE, ids.numpy())
+    return info, DraftInfo(
+        fingerprint=draft.fingerprint,
+        architecture=draft.architecture,
+        layers=draft.layers,
+        draft_vocabulary=found.vocab_size,
+        token_map=None if ids is None else TOKEN_MAP_FILE,
+        top_k=top_k,
+        max_length=found.max_length,
+        target_fingerprint=draft.target_fingerprint,
+    )
+
+
+def _write_model(
+    model: Any, found: Survey, tail: nn.Module, folder: Path, name: str, report: Report, owner: str | None = None
+) -> GraphInfo:
+    graph = trace_gqa(model, found, tail)
     clean(graph)
     traced = len(list(graph.graph))
-    report("fusing the target")
+    report(f"fusing the {name}")
     finish_gqa_target(graph)
-    report("writing the target")
-    ir.save(graph, folder / "target.onnx", external_data="target.onnx.data")
-    return GraphInfo("target.onnx", "gqa", OPSET, "fp32", len(list(graph.graph)), traced)
+    report(f"writing the {name}")
+    write_graph(graph, folder, name, owner)
+    return GraphInfo(f"{name}.onnx", "gqa", OPSET, "fp32", len(list(graph.graph)), traced)
 
 
 def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModule:
@@ -174,7 +245,7 @@ def write_heads_graph(source: Source, heads: MedusaHeads, tree: DraftTree, folde
     """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten)."""
     graph = export_medusa(medusa_module(source, heads, _top_k(heads, tree)))
     nodes = len(list(graph.graph))
-    ir.save(graph, folder / "medusa.onnx", external_data="medusa.onnx.data")
+    write_graph(graph, folder, "medusa", owner="target")
     return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], "fp32", nodes, nodes)
 
 
@@ -208,13 +279,56 @@ def _read_heads(source: Source, path: Path, report: Report) -> MedusaHeads:
     return heads
 
 
-def _recommended_tree(path: Path | None, heads: MedusaHeads | None) -> DraftTree:
-    """The tree that ships with the heads (tree.json beside them), else a chain of all heads with two siblings."""
-    assert heads is not None
+def _check_parts(
+    method: str,
+    heads: Path | None,
+    draft: Path | None,
+    lookahead: LookaheadSettings | None,
+    lookup: LookupSettings | None,
+    tree: DraftTree | None,
+) -> None:
+    """Refuse what the method has no use for, before anything is read."""
+    if method not in METHODS:
+        raise SpecCompileError(f"--method: '{method}' is unknown; use one of {', '.join(METHODS)}.")
+    for option, value, methods in (
+        ("--heads", heads, ("medusa",)),
+        ("--draft", draft, ("draft",)),
+        ("lookahead's settings", lookahead, ("lookahead",)),
+        ("prompt lookup's settings", lookup, ("prompt-lookup", "medusa")),
+        ("--tree", tree, ("medusa", "draft", "prompt-lookup")),
+    ):
+        if value is not None and method not in methods:
+            raise SpecCompileError(f"{option}: of no use to method {method}; it goes with {' or '.join(methods)}.")
+    if method == "draft" and draft is None:
+        raise SpecCompileError("--draft: method draft needs a draft model; give a folder or .gguf file.")
+    if method == "prompt-lookup" and tree is not None and not isinstance(tree, DynamicTree):
+        raise SpecCompileError("--tree: prompt lookup grows its trees; give dynamic-N or dynamic-N-FLOOR.")
+    if method == "medusa" and isinstance(tree, AdaptiveChain):
+        raise SpecCompileError("--tree: heads draft a whole tree at once; adaptive-N is for draft models.")
+
+
+def _read_draft(source: Source, path: Path, report: Report) -> DraftModel:
+    """The draft model, its lm_head cut down to the tokens it may say."""
+    report("reading the draft model")
+    draft = read_draft(path, source)
+    for warning in draft.warnings:
+        report(f"warning: {warning}")
+    if draft.token_ids is not None:
+        cut_lm_head(draft.model, draft.token_ids)
+    return draft
+
+
+def _default_tree(
+    method: str, path: Path | None, heads: MedusaHeads | None, lookahead: LookaheadSettings | None
+) -> DraftTree:
+    """The tree that comes with heads or draft model (tree.json beside them), else one that suits the method."""
     if path is not None and (path / "tree.json").is_file():
         return load_tree(path / "tree.json")
-    chain = [[0] * depth for depth in range(1, heads.num_heads + 1)]
-    return TokenTree.from_paths([*chain, [1], [2]])
+    if heads is not None:  # a chain of all heads, with two siblings
+        return TokenTree.from_paths([*([0] * depth for depth in range(1, heads.num_heads + 1)), [1], [2]])
+    if lookahead is not None:
+        return DynamicTree(lookahead.nodes)
+    return {"draft": DRAFT_TREE, "prompt-lookup": LOOKUP_TREE}.get(method, ROOT_ALONE)
 
 
 def _top_k(heads: MedusaHeads, tree: DraftTree) -> int:
@@ -234,7 +348,7 @@ def _check_tree(heads: MedusaHeads, tree: DraftTree, source: Source) -> None:
 
 
 @contextmanager
-def _refusing(source: Source) -> Iterator[None]:
+def _refusing(source: Source | DraftModel) -> Iterator[None]:
     """Whatever an architecture nobody tried makes the tracer raise is a refusal by name."""
     try:
         yield

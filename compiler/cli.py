@@ -72,10 +72,28 @@ def commands() -> None:
 
 @commands.command()
 @click.argument("model", type=PATH)
-@click.option("--method", type=click.Choice(["medusa", "plain"]), default="medusa", show_default=True)
-@click.option("--heads", type=PATH, help="Medusa heads; a model with merged heads needs none.")
 @click.option(
-    "--tree", help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N) or a JSON file. Default: the heads' own."
+    "--method",
+    type=click.Choice(["medusa", "draft", "lookahead", "prompt-lookup", "plain"]),
+    default="medusa",
+    show_default=True,
+)
+@click.option("--heads", type=PATH, help="medusa: the heads; a model with merged heads needs none.")
+@click.option(
+    "--draft", type=PATH, help="draft: the draft model, a transformers folder, .gguf file or `train draft`'s."
+)
+@click.option("--window", type=int, help="lookahead: W, columns; 0 takes n-grams from the text only. Default: 5.")
+@click.option("--ngram", type=int, help="lookahead: N; prompt lookup: longest n-gram looked up. Default: 3.")
+@click.option("--guesses", type=int, help="lookahead: G, default 5; prompt lookup: most continuations, default 3.")
+@click.option("--pool-from-prompt", is_flag=True, help="lookahead: the prompt's n-grams are known from the start.")
+@click.option(
+    "--match", type=click.Choice(["newest", "oldest"]), help="prompt lookup: which place first. Default: newest."
+)
+@click.option("--also", type=click.Choice(["prompt-lookup"]), help="medusa: guesses of prompt lookup join the heads'.")
+@click.option(
+    "--tree",
+    help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N[-FLOOR], for draft models adaptive-N[-CONFIDENCE]) "
+    "or a JSON file. Default: the one that comes with heads or draft model.",
 )
 @click.option("--out", type=PATH, help="Folder of the bundle. Default: MODEL-METHOD.bundle in the current folder.")
 @click.option(
@@ -87,6 +105,13 @@ def build(
     model: Path,
     method: str,
     heads: Path | None,
+    draft: Path | None,
+    window: int | None,
+    ngram: int | None,
+    guesses: int | None,
+    pool_from_prompt: bool,
+    match: str | None,
+    also: str | None,
     tree: str | None,
     out: Path | None,
     max_length: int | None,
@@ -95,9 +120,28 @@ def build(
 ) -> None:
     """Trace MODEL (a transformers folder or .gguf file) into a proved bundle."""
     from speccompile.compiler.build import build as make
+    from speccompile.graphs.settings import LookaheadSettings, LookupSettings
 
-    if heads is not None and method != "medusa":
-        raise click.UsageError(f"--heads goes with --method medusa, not {method}.")
+    looks_up = method == "prompt-lookup" or also is not None
+    for option, value, fits in (
+        ("--heads", heads, method == "medusa"),
+        ("--draft", draft, method == "draft"),
+        ("--also", also, method == "medusa"),
+        ("--window", window, method == "lookahead"),
+        ("--pool-from-prompt", pool_from_prompt or None, method == "lookahead"),
+        ("--match", match, looks_up),
+        ("--ngram", ngram, looks_up or method == "lookahead"),
+        ("--guesses", guesses, looks_up or method == "lookahead"),
+    ):
+        if value is not None and not fits:
+            raise click.UsageError(f"{option} does not go with --method {method}.")
+    counts = {name: value for name, value in (("ngram", ngram), ("guesses", guesses)) if value is not None}
+    lookahead = lookup = None
+    if method == "lookahead":
+        columns = {} if window is None else {"window": window}
+        lookahead = LookaheadSettings(**columns, **counts, from_prompt=pool_from_prompt)
+    elif looks_up:
+        lookup = LookupSettings(**counts, newest=match != "oldest")
     out = out or Path(f"{model.stem if model.suffix == '.gguf' else model.name}-{method}.bundle")
     with progress(as_json) as report:
         manifest = make(
@@ -105,6 +149,9 @@ def build(
             out,
             method=method,
             heads=heads,
+            draft=draft,
+            lookahead=lookahead,
+            lookup=lookup,
             tree=_tree(tree),
             max_length=max_length,
             force=force,
@@ -121,16 +168,19 @@ def build(
 @click.argument("bundle", type=PATH)
 @click.option("--against", type=PATH, help="The model to compare with. Default: check the bundle against itself.")
 @click.option("--heads", type=PATH, help="The heads to compare with; goes with --against.")
+@click.option("--draft", type=PATH, help="The draft model to compare with; goes with --against.")
 @click.option("--threads", type=int)
 @click.option("--json", "as_json", is_flag=True)
-def verify(bundle: Path, against: Path | None, heads: Path | None, threads: int | None, as_json: bool) -> None:
+def verify(
+    bundle: Path, against: Path | None, heads: Path | None, draft: Path | None, threads: int | None, as_json: bool
+) -> None:
     """Prove BUNDLE again: hashes, trees, commits, speculative tokens, and with --against the model's own logits."""
     from speccompile.compiler.build import verify as check
 
-    if heads is not None and against is None:
-        raise click.UsageError("--heads goes with --against.")
+    if (heads or draft) is not None and against is None:
+        raise click.UsageError(f"{'--heads' if heads else '--draft'} goes with --against.")
     with progress(as_json) as report:
-        figures = check(bundle, against, heads, threads, report)
+        figures = check(bundle, against, heads, draft, threads, report)
     if as_json:
         click.echo(json.dumps(figures))
     else:
@@ -179,6 +229,9 @@ def _show_proof(figures: dict[str, Any]) -> None:
 )
 @click.option("--threads", type=int, help="Default: the cores this process may use.")
 @click.option("--provider", help="ONNX Runtime execution provider. Default: CPUExecutionProvider.")
+@click.option(
+    "--stats", "with_stats", is_flag=True, help="Decode plainly as well, and compare: acceptance, costs, speed."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one object when done, instead of the text as it comes.")
 def run(
     bundle: Path,
@@ -187,6 +240,7 @@ def run(
     plain: bool,
     threads: int | None,
     provider: str | None,
+    with_stats: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -205,17 +259,53 @@ def run(
             break
         if not as_json:
             click.echo(piece.text, nl=False)
+    facts = answer.to_json()
+    if with_stats:
+        reference = decoder.generate(asked, speculate=False, sequence=decoder.new_sequence(), **options)
+        facts["compared"] = compare(answer.stats, reference.stats)
     if as_json:
-        click.echo(json.dumps(answer.to_json()))
+        click.echo(json.dumps(facts))
         return
     click.echo()
     stats = answer.stats
-    decode = sum(seconds for stage, seconds in stats.seconds.items() if stage != "prefill")
     lossy = "" if stats.lossless else ", NOT lossless"
+    speed = (stats.emitted - 1) / stats.decode_seconds if stats.decode_seconds else 0
     notes.print(
         f"[dim]{stats.emitted} tokens, {stats.rounds} rounds, {stats.mean_accepted_tokens:.2f} tokens a round (bonus "
-        f"included), {(stats.emitted - 1) / decode if decode else 0:.1f} tokens/s, {answer.finish_reason}{lossy}[/dim]"
+        f"included), {speed:.1f} tokens/s, {answer.finish_reason}{lossy}[/dim]"
     )
+    if with_stats:
+        table = Table("", "predicted", "measured")
+        for name, row in facts["compared"].items():
+            table.add_row(name.replace("_", " "), *("" if value is None else f"{value:.3g}" for value in row))
+        notes.print(table)
+
+
+def compare(stats: Any, plain: Any) -> dict[str, tuple[float | None, float | None]]:
+    """Speculation against plain decoding of the same prompt: name -> (what theory predicts, what was measured).
+
+    Theory is arXiv 2211.17192, section 3, for chains: with the acceptance rate alpha, the mean draft length gamma and a
+    draft step that costs beta plain steps, (1 - alpha^(gamma+1)) / (1 - alpha) tokens a round, and that over
+    (gamma beta + 1) times the speed. It takes a verify to cost as much as a plain step.
+    """
+    from speccompile.runtime.drafters.draft_model import expected_tokens, predicted_speedup
+
+    alpha, gamma = stats.acceptance_rate, stats.drafted / stats.rounds if stats.rounds else 0.0
+    step = plain.decode_seconds / plain.rounds if plain.rounds else 0.0
+    rows: dict[str, tuple[float | None, float | None]] = {
+        "acceptance_rate": (None, alpha),
+        "guesses_a_round": (None, gamma),
+    }
+    measured = step * (stats.emitted - 1) / stats.decode_seconds if stats.decode_seconds else None
+    if not stats.draft_calls or not step:
+        return rows | {"tokens_a_round": (None, stats.mean_accepted_tokens), "speed_up": (None, measured)}
+    beta = stats.draft_step_seconds / step
+    return rows | {
+        "cost_of_a_draft_step": (None, beta),
+        "cost_of_a_verify": (1.0, stats.seconds["verify"] / stats.rounds / step),
+        "tokens_a_round": (expected_tokens(alpha, gamma), stats.mean_accepted_tokens),
+        "speed_up": (predicted_speedup(alpha, beta, gamma), measured),
+    }
 
 
 # ---- inspect ----

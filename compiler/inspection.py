@@ -99,8 +99,9 @@ def show(facts: dict[str, Any], console: Console) -> None:
         _show_pairs(facts, console)
         return
     _show_pairs({"kind": "bundle", "path": facts["path"], "method": facts["method"], **facts["target"]}, console)
-    if facts["heads"]:
-        _show_pairs({"heads": "", **facts["heads"]}, console)
+    for part in ("heads", "draft", "lookahead", "lookup"):
+        if facts[part]:
+            _show_pairs({part: "", **facts[part]}, console)
     for name, graph in facts["graphs"].items():
         table = Table(
             "",
@@ -126,7 +127,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
     if isinstance(tree, TokenTree):
         console.print(f"tree of {len(tree)} nodes, depth {tree.max_depth}", tree.draw(), sep="\n")
     else:
-        console.print(f"tree of {len(tree)} nodes, grown anew every round")
+        console.print(f"tree of at most {len(tree)} nodes, grown anew every round")
     table = Table("proof", "figures")
     for name, figures in facts["proof"].items():
         table.add_row(name, ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))

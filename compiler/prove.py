@@ -8,6 +8,7 @@ Each check names the layer of the pipeline that is wrong when it fails:
     commit    next logits after a moved path against a fresh prefill     -> cache commit
     hidden    feature output against eager transformers                  -> feature tap
     heads     heads graph against the eager heads                        -> heads graph
+    draft     draft graph against the eager draft model, level by level  -> draft graph, its mask or positions
     tokens    speculative greedy tokens against plain ones               -> decoding loop
 
 Checks against eager need the model; the others need only the bundle.
@@ -24,9 +25,11 @@ import numpy.typing as npt
 import torch
 
 from speccompile.compiler.checkpoint import Source
+from speccompile.compiler.draft_model import DraftModel
 from speccompile.graphs.errors import ProofError
 from speccompile.graphs.medusa import MedusaModule
 from speccompile.graphs.tree import TokenTree
+from speccompile.runtime.backends.ort import StepOutput
 from speccompile.runtime.decoder import Decoder
 
 PROMPTS = (
@@ -66,13 +69,18 @@ class Proof:
 
 
 def prove(
-    decoder: Decoder, source: Source | None, heads: MedusaModule | None = None, report: Report = lambda _: None
+    decoder: Decoder,
+    source: Source | None,
+    heads: MedusaModule | None = None,
+    draft: DraftModel | None = None,
+    report: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Run every check that the arguments allow.
 
     Args:
         source: the model to compare with; None proves the bundle against itself only.
         heads: the eager heads to compare with, giving as many guesses as the bundle's.
+        draft: the draft model to compare with, its lm_head cut down as the bundle's is.
 
     Returns:
         figures for the manifest: per check its largest difference and the bound, and counts of tokens.
@@ -94,6 +102,10 @@ def prove(
     if source is not None and heads is not None and decoder.heads is not None:
         report("proving the heads")
         _prove_heads(proof, decoder, source, heads, prompts)
+    if draft is not None and decoder.draft is not None:
+        report("proving the draft model")
+        for prompt in prompts:
+            _prove_draft(proof, decoder, draft, prompt, rng)
     report("proving tokens")
     proof.figures["tokens"] = _prove_tokens(decoder, prompts)
     return proof.figures
@@ -188,6 +200,43 @@ def _prove_heads(proof: Proof, decoder: Decoder, source: Source, heads: MedusaMo
         tied[:, -1] = True  # its rival is just outside the list
         wrong = int((swapped & ~tied).sum())
         proof.require("heads_ids", wrong, 0, "the heads graph: its best tokens are others")
+
+
+def _prove_draft(
+    proof: Proof, decoder: Decoder, draft: DraftModel, prompt: list[int], rng: np.random.Generator
+) -> None:
+    """A tree run level by level behind the prompt, as it is drafted, against every path in the eager model."""
+    assert decoder.draft is not None
+    tree = BRANCHING
+    tokens = rng.integers(decoder.target.vocab_size, size=len(tree))
+    cache = decoder.draft.open(len(prompt) + len(tree))
+    chain = TokenTree.chain(len(prompt) - 1)
+    last = np.array([len(prompt) - 1])
+    first = cache.run(np.array(prompt), chain.depths, chain.mask, last)
+    texts, rows = [prompt], [(first.logits[0, 0].copy(), _topk(first, 0))]
+    cache.commit(range(len(prompt)))
+    for depth in range(tree.max_depth + 1):
+        level = np.flatnonzero(tree.depths == depth)
+        mask = tree.mask[level, : level[-1] + 1]
+        out = cache.run(tokens[level], cache.length + tree.depths[level], mask, np.arange(len(level)))
+        texts += [[*prompt, *tokens[tree.ancestry(int(node))].tolist()] for node in level]
+        rows += [(out.logits[0, row].copy(), _topk(out, row)) for row in range(len(level))]
+    names = decoder.bundle.draft_tokens
+    for text, (logits, (ids, logprobs)) in zip(texts, rows, strict=True):
+        with torch.no_grad():
+            eager = draft.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float().numpy()
+        bound = LOGIT_TOLERANCE * float(np.abs(eager).max())
+        proof.require("draft", _distance(logits, eager), bound, "the draft graph, its tree mask or positions")
+        columns = ids if names is None else np.searchsorted(names, ids)
+        wanted = eager - np.logaddexp.reduce(eager.astype(np.float64))
+        proof.require("draft_topk", _distance(logprobs, wanted[columns]), LOGPROB_TOLERANCE, "the draft graph's top-k")
+        best = np.sort(wanted)[::-1][: len(ids)]
+        proof.require("draft_topk", _distance(logprobs, best), LOGPROB_TOLERANCE, "the draft graph's top-k")
+
+
+def _topk(output: StepOutput, row: int) -> tuple[Array, Array]:
+    assert output.topk_ids is not None and output.topk_logprobs is not None
+    return output.topk_ids[0, row].copy(), output.topk_logprobs[0, row].copy()
 
 
 def _prove_tokens(decoder: Decoder, prompts: list[list[int]]) -> dict[str, int]:

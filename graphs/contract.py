@@ -1,13 +1,16 @@
 """The graph contract: names, shapes and dtypes that every drafter, backend and attention dialect shares.
 
-`B` batch, `T` new tokens, `R` rows wanted, `C` cache capacity, `V` vocabulary, `F` feature width.
+`B` batch, `T` new tokens, `R` rows wanted, `C` cache capacity, `V` vocabulary, `F` feature width, `M` rows
+that a mask speaks about, `K` best tokens.
 
 Target (and draft model) inputs:
     input_ids      int64 [B,T]     the new tokens, parents before children
     position_ids   int64 [B,T]     past length + depth in the tree
-    tree_mask      bool  [B,T,T]   [i,j]: new token i sees new token j (itself and its ancestors);
-                                   the past is always visible, window limits are derived in the graph
-    past_length    int64 [B]       committed tokens in the cache
+    tree_mask      bool  [B,T,M]   [i,j]: new token i sees row j of the newest M rows, which end with the new tokens
+                                   (so M >= T); older rows are always visible, window limits are derived in the graph.
+                                   A target's M is T. A draft model grows a tree level by level: the M - T rows before
+                                   the new ones are the levels it has drafted, and each node is computed once
+    past_length    int64 [B]       rows in the cache before the new ones
     logit_rows     int64 [R]       rows whose logits are wanted
     past_key_values.{i}.key/.value [B,Hkv,C,D]  the cache, committed rows first
 outputs:
@@ -15,6 +18,13 @@ outputs:
     logits         float [B,R,V]   the same rows
     hidden         float [B,T,F]   only if the method needs it
     present.{i}.key/.value         the same buffers, new rows written at past_length .. past_length+T-1
+
+A draft model has the same inputs; its outputs speak of a draft vocabulary of Vd tokens, named by target ids:
+    next_ids       int64 [B,R]     the best token of each wanted row
+    logits         float [B,R,Vd]
+    topk_ids       int64 [B,R,K]   the best tokens, best first
+    topk_logprobs  float [B,R,K]   their log-probabilities over the draft vocabulary
+    hidden, present                as above
 
 Medusa heads: hidden [B,R,F] -> topk_ids int64 [B,R,heads,K], topk_logprobs float [B,R,heads,K].
 """

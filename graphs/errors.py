@@ -9,6 +9,10 @@ class TreeError(SpecCompileError):
     """A token tree that is not prefix-closed, not in parents-first order, or unreadable."""
 
 
+class SettingsError(SpecCompileError):
+    """A number of a drafting method that is out of range."""
+
+
 class BundleError(SpecCompileError):
     """A bundle that is missing, altered, unsafe, or written by another version."""
 

@@ -3,16 +3,22 @@
 Version policy: `schema` is one number. A reader refuses any other number than its own; fields may be added to
 `proof`, `measured` and `versions` without a new number, because nothing decides on them.
 
-    schema 1   manifest.json
-               {"schema": 1, "method": "medusa" | "plain",
-                "target": {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim,
-                           width, max_length},
-                "heads":  null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
-                "graphs": {"target": {file, dialect, opset, precision, nodes, traced_nodes}, "medusa": {...}},
-                "files":  {relative path: {sha256, bytes}},
+    schema 2   manifest.json
+               {"schema": 2, "method": "plain" | "medusa" | "draft" | "lookahead" | "prompt-lookup",
+                "target":    {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim,
+                              width, max_length},
+                "heads":     null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
+                "draft":     null | {fingerprint, architecture, layers, draft_vocabulary, token_map, top_k, max_length,
+                              target_fingerprint},
+                "lookahead": null | {window, ngram, guesses, from_prompt},
+                "lookup":    null | {ngram, guesses, newest}; with another method than prompt-lookup: --also
+                "graphs":    {"target": {file, dialect, opset, precision, nodes, traced_nodes}, ...},
+                "files":     {relative path: {sha256, bytes}},
                 "tokenizer": {fingerprint, special_tokens}, "eos_ids": [...],
-                "tree": {"name": ..., "paths": [[rank, ...], ...]},
+                "tree":      {"paths": [[rank, ...], ...]} | {"dynamic": {nodes, floor}} |
+                             {"adaptive": {longest, confidence}},
                 "proof": {...}, "versions": {...}}
+    schema 1   had the methods plain and medusa only
 """
 
 from __future__ import annotations
@@ -23,11 +29,19 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from speccompile.graphs.errors import BundleError
+from speccompile.graphs.errors import BundleError, SettingsError
+from speccompile.graphs.settings import LookaheadSettings, LookupSettings
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST_FILE = "manifest.json"
-METHODS = ("plain", "medusa")
+# method -> what it needs besides the target: a field of the manifest, and a graph
+METHODS: dict[str, tuple[str | None, str | None]] = {
+    "plain": (None, None),
+    "medusa": ("heads", "medusa"),
+    "draft": ("draft", "draft"),
+    "lookahead": ("lookahead", None),
+    "prompt-lookup": ("lookup", None),
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,27 @@ class HeadsInfo:
     blocks: int
     draft_vocabulary: int
     top_k: int
+    target_fingerprint: str | None
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """A draft model.
+
+    Args:
+        draft_vocabulary: width of its logits.
+        token_map: file with the target's id of each logit, int64 [draft_vocabulary]; None when they are the same.
+        max_length: positions it can hold; behind them there is no drafting.
+        target_fingerprint: the target it was made from; None for a model of its own.
+    """
+
+    fingerprint: str
+    architecture: str
+    layers: int
+    draft_vocabulary: int
+    token_map: str | None
+    top_k: int
+    max_length: int
     target_fingerprint: str | None
 
 
@@ -91,12 +126,15 @@ class Manifest:
     schema: int
     method: str
     target: TargetInfo
-    heads: HeadsInfo | None
     graphs: dict[str, GraphInfo]
     files: dict[str, FileInfo]
     tokenizer: TokenizerInfo
     eos_ids: list[int]
     tree: dict[str, Any]
+    heads: HeadsInfo | None = None
+    draft: DraftInfo | None = None
+    lookahead: LookaheadSettings | None = None
+    lookup: LookupSettings | None = None
     proof: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -120,40 +158,47 @@ class Manifest:
                 f"{source}: schema is {data.get('schema')!r} but this version of speccompile reads schema {SCHEMA}; "
                 "rebuild the bundle or install the matching version."
             )
-        heads = data.get("heads")
         manifest = cls(
             schema=SCHEMA,
             method=_value(data, "method", str, source),
             target=_record(TargetInfo, data.get("target"), "target", source),
-            heads=None if heads is None else _record(HeadsInfo, heads, "heads", source),
             graphs=_records(GraphInfo, data, "graphs", source),
             files=_records(FileInfo, data, "files", source),
             tokenizer=_record(TokenizerInfo, data.get("tokenizer"), "tokenizer", source),
             eos_ids=_value(data, "eos_ids", list, source),
             tree=_value(data, "tree", dict, source),
+            heads=_optional(HeadsInfo, data, "heads", source),
+            draft=_optional(DraftInfo, data, "draft", source),
+            lookahead=_optional(LookaheadSettings, data, "lookahead", source),
+            lookup=_optional(LookupSettings, data, "lookup", source),
             proof=_value(data, "proof", dict, source),
             versions=_value(data, "versions", dict, source),
         )
         if manifest.method not in METHODS:
             raise BundleError(f"{source}: method is '{manifest.method}'; this version runs {', '.join(METHODS)}.")
-        if "target" not in manifest.graphs or (manifest.method == "medusa" and "medusa" not in manifest.graphs):
+        needed, graph_name = METHODS[manifest.method]
+        if not {"target", graph_name or "target"} <= set(manifest.graphs):
             raise BundleError(
                 f"{source}: graphs lacks an entry that method '{manifest.method}' needs; rebuild the bundle."
             )
-        if manifest.method == "medusa" and manifest.heads is None:
-            raise BundleError(f"{source}: method is 'medusa' but heads is null; rebuild the bundle.")
+        if needed is not None and getattr(manifest, needed) is None:
+            raise BundleError(f"{source}: method is '{manifest.method}' but {needed} is null; rebuild the bundle.")
         for token in manifest.eos_ids:
             if type(token) is not int:
                 raise BundleError(f"{source}: field 'eos_ids' holds {token!r}; expected token ids.")
-        made_for = manifest.heads.target_fingerprint if manifest.heads else None
-        if made_for is not None and made_for != manifest.target.fingerprint:
-            raise BundleError(
-                f"{source}: heads.target_fingerprint is {made_for[:12]}... but target.fingerprint is "
-                f"{manifest.target.fingerprint[:12]}...; these heads were made for another model, rebuild the bundle."
-            )
-        for graph in manifest.graphs.values():
-            if graph.file not in manifest.files:
-                raise BundleError(f"{source}: graph file '{graph.file}' has no entry under files; rebuild the bundle.")
+        for name in ("heads", "draft"):
+            made_for = getattr(getattr(manifest, name), "target_fingerprint", None)
+            if made_for is not None and made_for != manifest.target.fingerprint:
+                raise BundleError(
+                    f"{source}: {name}.target_fingerprint is {made_for[:12]}... but target.fingerprint is "
+                    f"{manifest.target.fingerprint[:12]}...; it was made for another model, rebuild the bundle."
+                )
+        used = [graph.file for graph in manifest.graphs.values()]
+        if manifest.draft is not None and manifest.draft.token_map is not None:
+            used.append(manifest.draft.token_map)
+        for file in used:
+            if file not in manifest.files:
+                raise BundleError(f"{source}: file '{file}' has no entry under files; rebuild the bundle.")
         return manifest
 
 
@@ -181,9 +226,16 @@ def _record(kind: type, data: object, where: str, source: str) -> Any:
         if hints[item.name] == (str | None) and data.get(item.name) is None:
             values[item.name] = None
         else:
-            plain = {str: str, str | None: str, int: int}.get(hints[item.name], dict)
+            plain = {str: str, str | None: str, int: int, bool: bool}.get(hints[item.name], dict)
             values[item.name] = _value(data, item.name, plain, source, f"{where}.")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except SettingsError as error:
+        raise BundleError(f"{source}: field '{where}' is not usable: {error}") from error
+
+
+def _optional(kind: type, data: Mapping[str, Any], name: str, source: str) -> Any:
+    return None if data.get(name) is None else _record(kind, data[name], name, source)
 
 
 def _records(kind: type, data: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:

@@ -111,16 +111,31 @@ def _refuse_by_config(model: nn.Module) -> None:
         raise TraceError(f"{name}: encoder-decoder models are not supported; give a causal language model.")
 
 
+class TargetTail(nn.Module):
+    """What a target graph gives: logits and their argmax, and hidden states where the method needs them."""
+
+    def __init__(self, with_hidden: bool) -> None:
+        super().__init__()
+        self.outputs = [contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden
+
+    def forward(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """logits [B,R,V] and hidden [B,T,F], float32 -> the tensors named by `outputs`."""
+        return (logits.argmax(-1), logits, hidden)[: len(self.outputs)]
+
+
 class TargetModule(nn.Module):
     """`model` on the graph contract, with the `gqa` dialect's derived inputs still explicit.
 
     A pass (`passes.derive_gqa_inputs`) later replaces seqlens_k, total_sequence_length and the biases, whose
     shapes depend on data, by nodes that compute them from the contract's own inputs.
+
+    Args:
+        tail: makes the graph's outputs of logits and hidden states; its `outputs` names them.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, survey: Survey | None, with_hidden: bool = True) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, survey: Survey | None, tail: nn.Module | None = None) -> None:
         super().__init__()
-        self.model, self.trace, self.survey, self.with_hidden = model, trace, survey, with_hidden
+        self.model, self.trace, self.survey, self.tail = model, trace, survey, tail
         parameters = inspect.signature(model.forward).parameters
         if model.get_output_embeddings() is None:
             raise TraceError(
@@ -176,20 +191,20 @@ class TargetModule(nn.Module):
         biases: Sequence[Tensor],
         past: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        assert self.survey is not None
+        assert self.survey is not None and self.tail is not None
         trace = self.trace
         trace.past = list(zip(past[0::2], past[1::2], strict=True))
         trace.biases = dict(zip(self.survey.windows, biases, strict=True))
         trace.seqlens_k, trace.total, trace.position_ids = seqlens_k, total, position_ids
         trace.layers, trace.present = [], []
         logits, hidden = self.run_model(input_ids, position_ids, biases[0], logit_rows)
-        logits = logits.float()
-        features = (hidden.float(),) if self.with_hidden else ()
-        return (logits.argmax(-1), logits, *features, *trace.present)
+        return (*self.tail(logits.float(), hidden.float()), *trace.present)
 
 
-def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
+def trace_gqa(model: nn.Module, survey: Survey, tail: nn.Module) -> ir.Model:
     """Trace `model` into the `gqa` dialect; the graph still has the derived inputs (see `TargetModule`).
+
+    `tail` is a `TargetTail`, or `graphs.draft_model.DraftTail`.
 
     Sizes are >= 2 in the example because torch.export specialises 0 and 1.
 
@@ -230,8 +245,7 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
         [{0: any_batch, 2: any_capacity} for _ in range(2 * len(layers))],
     )
     trace = Trace()
-    module = TargetModule(model, trace, survey, with_hidden).eval()
-    outputs = [contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden
+    module = TargetModule(model, trace, survey, tail).eval()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(quiet_exporter())
@@ -253,7 +267,7 @@ def trace_gqa(model: nn.Module, survey: Survey, with_hidden: bool) -> ir.Model:
                 *(bias_name(window) for window in survey.windows),
                 *contract.past_names(len(layers)),
             ],
-            output_names=outputs + contract.present_names(len(layers)),
+            output_names=[*tail.outputs, *contract.present_names(len(layers))],
             dynamic_shapes=dynamic,
             verbose=False,
             optimize=False,

@@ -100,7 +100,8 @@ class TokenTree:
         trees = _named_trees()
         if name not in trees:
             raise TreeError(
-                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, dynamic-N, or a JSON file."
+                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, dynamic-N, adaptive-N, "
+                "or a JSON file."
             )
         return cls.from_paths(trees[name])
 
@@ -266,7 +267,33 @@ class DynamicTree:
         return {"dynamic": {"nodes": self.nodes, "floor": self.floor}}
 
 
-DraftTree = TokenTree | DynamicTree
+@dataclass(frozen=True)
+class AdaptiveChain:
+    """A chain whose length follows what was accepted lately, for a drafter that pays for every token it drafts.
+
+    Args:
+        longest: most guesses in a round.
+        confidence: drafting stops behind a guess that the drafter itself finds less probable than this.
+    """
+
+    longest: int
+    confidence: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.longest < 1:
+            raise TreeError(f"tree: adaptive-{self.longest} leaves no room for a guess; use at least 1.")
+        if not 0 <= self.confidence < 1:
+            raise TreeError(f"tree: a confidence of {self.confidence} is no probability; use 0 up to 1.")
+
+    def __len__(self) -> int:
+        return self.longest + 1
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """JSON form."""
+        return {"adaptive": {"longest": self.longest, "confidence": self.confidence}}
+
+
+DraftTree = TokenTree | DynamicTree | AdaptiveChain
 
 
 def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0) -> TokenTree:
@@ -302,20 +329,23 @@ def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0
 
 
 def read_tree(text: str) -> DraftTree:
-    """A tree as the command line writes it: a public name, chain-N, dynamic-N, dynamic-N-FLOOR, or a JSON file.
+    """A tree as the command line writes it: a public name, chain-N, dynamic-N[-FLOOR], adaptive-N[-CONFIDENCE], or a
+    JSON file.
 
     Raises:
         TreeError: for anything else.
     """
     if text.endswith(".json"):
         return load_tree(Path(text))
-    if match := re.fullmatch(r"dynamic-(\d+)(?:-(0?\.\d+))?", text, re.ASCII):
-        return DynamicTree(int(match[1]), float(match[2] or 0))
+    if match := re.fullmatch(r"(dynamic|adaptive)-(\d+)(?:-(0?\.\d+))?", text, re.ASCII):
+        kind = DynamicTree if match[1] == "dynamic" else AdaptiveChain
+        return kind(int(match[2]), float(match[3] or 0))
     return TokenTree.named(text)
 
 
 def load_tree(path: Path) -> DraftTree:
-    """Read a JSON file: a list of rank paths, {"paths": [...]} or {"dynamic": {"nodes": N, "floor": P}}.
+    """Read a JSON file: a list of rank paths, {"paths": [...]}, {"dynamic": {"nodes": N, "floor": P}} or
+    {"adaptive": {"longest": N, "confidence": P}}.
 
     Raises:
         TreeError: when the file is not such JSON or not a tree.
@@ -329,16 +359,20 @@ def load_tree(path: Path) -> DraftTree:
 
 
 def tree_from_json(data: object) -> DraftTree:
-    """The inverse of `to_json` of either kind of tree; also takes a bare list of paths."""
-    dynamic = data.get("dynamic") if isinstance(data, dict) else None
-    if dynamic is None:
-        return TokenTree.from_json(data)
-    if not isinstance(dynamic, dict) or type(dynamic.get("nodes")) is not int:
-        raise TreeError(f"tree: 'dynamic' is {dynamic!r}; expected an object with the number of nodes.")
-    floor = dynamic.get("floor", 0.0)
-    if isinstance(floor, bool) or not isinstance(floor, int | float):
-        raise TreeError(f"tree: 'floor' is {floor!r}; expected a probability.")
-    return DynamicTree(dynamic["nodes"], float(floor))
+    """The inverse of `to_json` of any kind of tree; also takes a bare list of paths."""
+    for name, size, share, kind in (
+        ("dynamic", "nodes", "floor", DynamicTree),
+        ("adaptive", "longest", "confidence", AdaptiveChain),
+    ):
+        if not isinstance(data, dict) or (fields := data.get(name)) is None:
+            continue
+        if not isinstance(fields, dict) or type(fields.get(size)) is not int:
+            raise TreeError(f"tree: '{name}' is {fields!r}; expected an object with a whole number '{size}'.")
+        value = fields.get(share, 0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TreeError(f"tree: '{share}' is {value!r}; expected a probability.")
+        return kind(fields[size], float(value))
+    return TokenTree.from_json(data)
 
 
 def _named_trees() -> dict[str, list[list[int]]]:

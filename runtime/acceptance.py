@@ -1,14 +1,17 @@
 """Acceptance rules: which path of a verified draft tree is kept, and which token follows it.
 
-The lossless rules are one walk: ask the target for its next token at the current node; if a child holds it,
-go there; if none does, it is the bonus. Greedy asks for the argmax, sampling for one draw. This emits exactly
-what plain decoding emits from the same stream of uniform numbers: the draft decides how many target calls are
-needed, never which tokens come out.
+Where guesses were chosen, the lossless rules are one walk: ask the target for its next token at the current node;
+if a child holds it, go there; if none does, it is the bonus. Greedy asks for the argmax, sampling for one draw. This
+emits exactly what plain decoding emits from the same stream of uniform numbers: the draft decides how many target
+calls are needed, never which tokens come out.
+
+Where guesses were drawn from a draft model's q, `accept_drawn` keeps more of them, by comparing p with q. The tokens
+still have the target's distribution, but they are not those of plain decoding with the same seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +73,63 @@ def accept_sampled(
     sampled from q are still verified exactly, only less often accepted than with the p/q rule.
     """
     return walk(tree, tokens, lambda node, path: draw(distribution_at(node, path), uniform()))
+
+
+def accept_drawn(
+    tree: TokenTree,
+    tokens: Tokens,
+    distribution_at: DistributionAt,
+    sampled_from: Mapping[int, Probabilities],
+    uniform: Callable[[], float],
+) -> Accepted:
+    """Keep drawn guesses with probability min(1, p/q). Lossless: the output has the target's distribution exactly.
+
+    The rule of arXiv 2211.17192 (algorithm 1) and 2302.01318, for siblings drawn without replacement as in
+    Infini-AI-Lab/Sequoia `Tree/SpecTree.py` and SafeAILab/EAGLE branch v1 `eagle/model/utils.py`: with q_j = q without
+    the siblings before j, renormalised, sibling j (token x) is accepted with probability min(1, p_j(x) / q_j(x)), else
+    p_(j+1) = max(0, p_j - q_j), renormalised. After the last rejection the bonus is drawn from what is left of p, at a
+    leaf from p itself.
+
+    Args:
+        distribution_at: p, float64 [V], after all processing; asked only about visited nodes.
+        sampled_from: by node, the q float64 [V] that its children were drawn from, one after the other in node order,
+            after the same processing. The guesses below a node that is missing here count as chosen, not drawn: one
+            draw from p decides between them, as in `accept_sampled`.
+    """
+    node, nodes, path = 0, [0], list[int]()
+    while True:
+        p, q, children = distribution_at(node, path), sampled_from.get(node), tree.children[node]
+        if q is None:
+            token = draw(p, uniform())
+            child = next((child for child in children if tokens[child] == token), None)
+        else:
+            child, p = _first_kept(p, q, children, tokens, uniform)
+            token = draw(p, uniform()) if child is None else int(tokens[child])
+        if child is None:
+            return Accepted(tuple(nodes), token)
+        node, path = child, [*path, token]
+        nodes.append(node)
+
+
+def _first_kept(
+    p: Probabilities, q: Probabilities, children: Sequence[int], tokens: Tokens, uniform: Callable[[], float]
+) -> tuple[int | None, Probabilities]:
+    """The first sibling that p/q keeps, or None; and what is left of p."""
+    for child in children:
+        token = tokens[child]
+        if not q[token]:
+            continue  # it cannot have been drawn here; passing over it costs a guess and biases nothing
+        if uniform() * q[token] < p[token]:
+            return child, p
+        residual = np.maximum(p - q, 0)
+        mass = residual.sum()
+        if not mass:
+            return child, p  # p is q but for rounding, which alone has rejected this token
+        p = residual / mass
+        q = q.copy()
+        q[token] = 0
+        q = q / (q.sum() or 1)  # nothing is left when all that q can say has been drawn
+    return None, p
 
 
 def accept_typical(

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+import numpy.typing as npt
+
 from speccompile.graphs.errors import BundleError, TreeError
 from speccompile.graphs.manifest import MANIFEST_FILE, FileInfo, GraphInfo, Manifest, file_info
 from speccompile.graphs.tree import DraftTree, tree_from_json
@@ -55,6 +58,29 @@ class Bundle:
         except TreeError as error:
             raise BundleError(f"{source}: field 'tree' is not usable: {error}") from error
         return cls(path, manifest, tree)
+
+    @property
+    def draft_tokens(self) -> npt.NDArray[np.int64] | None:
+        """int64 [Vd]: the target's id of each logit of the draft model; None when they are the same.
+
+        Raises:
+            BundleError: when the file does not hold that.
+        """
+        info = self.manifest.draft
+        if info is None or info.token_map is None:
+            return None
+        file = self.path / info.token_map
+        try:
+            ids = np.load(file, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{file}: not an array of token ids ({error}); rebuild the bundle.") from error
+        vocabulary = self.manifest.target.vocab_size
+        if ids.dtype != np.int64 or ids.shape != (info.draft_vocabulary,) or ids.min() < 0 or ids.max() >= vocabulary:
+            raise BundleError(
+                f"{file}: {ids.dtype} of shape {ids.shape}; expected {info.draft_vocabulary} token ids below "
+                f"{vocabulary}, rebuild the bundle."
+            )
+        return ids
 
     def graph(self, name: str) -> tuple[Path, GraphInfo]:
         """Path and description of a graph of this bundle."""

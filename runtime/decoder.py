@@ -18,12 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError, GenerationError
-from speccompile.runtime.acceptance import Accepted, accept_greedy, accept_sampled, accept_typical
+from speccompile.graphs.settings import LookupSettings
+from speccompile.graphs.tree import DynamicTree
+from speccompile.runtime.acceptance import Accepted, accept_drawn, accept_greedy, accept_sampled, accept_typical
 from speccompile.runtime.backends.ort import OrtCache, OrtHeads, OrtTarget, StepOutput
 from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.drafters.combined import CombinedDrafter
 from speccompile.runtime.drafters.draft import Draft, Drafter
+from speccompile.runtime.drafters.draft_model import DraftModelDrafter
+from speccompile.runtime.drafters.lookahead import LookaheadDrafter
 from speccompile.runtime.drafters.medusa import MedusaDrafter
 from speccompile.runtime.drafters.plain import PlainDrafter
+from speccompile.runtime.drafters.prompt_lookup import PromptLookupDrafter
 from speccompile.runtime.sampling import Sampling, distribution, next_token
 from speccompile.runtime.stats import StageClock, Stats
 from speccompile.runtime.text import Text, TextStream
@@ -74,6 +80,7 @@ class SequenceState:
     cache: OrtCache
     tokens: list[int] = field(default_factory=list)
     answer: Answer | None = None  # the one it is used for; an older stream cannot go on
+    draft_cache: OrtCache | None = None  # of a draft model; holds a prefix of `tokens`
 
     def keep_prefix(self, ids: Sequence[int]) -> int:
         """Truncate to what `ids` has in common with the cache, less its last token, which must run again."""
@@ -83,6 +90,8 @@ class SequenceState:
                 break
             common += 1
         self.cache.truncate(common)
+        if self.draft_cache is not None:
+            self.draft_cache.truncate(min(self.draft_cache.length, common))
         del self.tokens[common:]
         return common
 
@@ -118,7 +127,10 @@ class Decoder:
         self.capacity = min(capacity or manifest.target.max_length, manifest.target.max_length)
         self.text = Text.load(bundle.path, manifest.tokenizer.special_tokens)
         # Small graphs first: what loading one takes for a moment is given back before the largest is loaded.
-        self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.method == "medusa" else None
+        self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.heads is not None else None
+        self.draft = (
+            OrtTarget(bundle.graph("draft")[0], threads, provider, spin=False) if manifest.draft is not None else None
+        )
         self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
         self.tree = bundle.tree
         if self.heads is not None and self.heads.width != self.target.width:
@@ -132,7 +144,10 @@ class Decoder:
 
     def new_sequence(self) -> SequenceState:
         """A fresh sequence with its own cache, for `generate(..., sequence=...)`."""
-        return SequenceState(self.target.open(self.capacity))
+        draft_cache = None
+        if self.draft is not None and (info := self.bundle.manifest.draft) is not None:
+            draft_cache = self.draft.open(min(self.capacity + len(self.tree), info.max_length))
+        return SequenceState(self.target.open(self.capacity), draft_cache=draft_cache)
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer a prompt. Takes the options of `stream`."""
@@ -235,7 +250,7 @@ class Decoder:
         stats = Stats(lossless=exact, prompt_tokens=len(request.ids))
         clock = StageClock(stats)
         sequence.answer = answer
-        drafter = self._drafter(request.speculate)
+        drafter = self._drafter(request, sequence)
         clock.start()
         root = self._prefill(request, sequence, drafter, stats, clock)
         answer.take([root])
@@ -268,18 +283,48 @@ class Decoder:
             root = accepted.bonus
             stats.rounds += 1
             stats.drafted += len(draft.tree) - 1
+            stats.tested += sum(1 for node in nodes if draft.tree.children[node])
             stats.accepted += len(nodes) - 1
             stats.bonus += kept == len(new)
         stats.emitted = len(answer.token_ids)
+        if isinstance(drafter, DraftModelDrafter):
+            stats.draft_calls, stats.draft_step_seconds = drafter.calls, drafter.step_seconds
         last = answer.piece()
         clock.stop()
         yield last
         return Generation(answer.token_ids, answer.text, last.finish_reason or "", stats)
 
-    def _drafter(self, speculate: bool) -> Drafter:
-        if speculate and self.heads is not None:
-            return MedusaDrafter(self.heads, self.tree)
-        return PlainDrafter()
+    def _drafter(self, request: Request, sequence: SequenceState) -> Drafter:
+        """A drafter for one answer."""
+        manifest, tree, tokens = self.bundle.manifest, self.tree, sequence.tokens
+        eos_ids, lookup, ahead = frozenset(manifest.eos_ids), manifest.lookup, manifest.lookahead
+        if not request.speculate or manifest.method == "plain":
+            return PlainDrafter()
+        if ahead is not None and ahead.window:
+            return LookaheadDrafter(tokens, ahead, eos_ids)
+        if ahead is not None:  # without a window its n-grams come from the text, which is prompt lookup's index
+            lookup = LookupSettings(ahead.ngram, ahead.guesses)
+        if self.draft is not None:
+            assert sequence.draft_cache is not None
+            return DraftModelDrafter(
+                self.draft,
+                sequence.draft_cache,
+                tokens,
+                tree,
+                request.sampling,
+                request.uniform,
+                eos_ids,
+                self.bundle.draft_tokens,
+                self.target.vocab_size,
+            )
+        if lookup is None:
+            assert self.heads is not None
+            return MedusaDrafter(self.heads, tree)
+        budget = tree if isinstance(tree, DynamicTree) else DynamicTree(max(len(tree), 2))
+        looking_up = PromptLookupDrafter(tokens, lookup, budget, eos_ids)
+        if self.heads is None:
+            return looking_up
+        return CombinedDrafter(MedusaDrafter(self.heads, tree), looking_up, budget.nodes, budget.floor)
 
     def _prefill(
         self, request: Request, sequence: SequenceState, drafter: Drafter, stats: Stats, clock: StageClock
@@ -295,6 +340,7 @@ class Decoder:
             clock.add("prefill", cache.seconds)
             sequence.commit(range(count), chunk)
         drafter.observe([count - 1], output)
+        clock.add("prefill", drafter.seconds)
         return self._next_token(output, 0, request, sequence.tokens)
 
     def _verify(self, draft: Draft, cache: OrtCache) -> StepOutput:
@@ -311,8 +357,11 @@ class Decoder:
         def distribution_at(node: int, path: list[int]) -> npt.NDArray[np.float64]:
             return distribution(output.logits[0, node], [*before, root, *path], sampling)
 
-        rule = accept_typical if request.acceptance == "typical" and request.speculate else accept_sampled
-        return rule(draft.tree, draft.tokens, distribution_at, request.uniform)
+        if request.acceptance == "typical" and request.speculate:
+            return accept_typical(draft.tree, draft.tokens, distribution_at, request.uniform)
+        if draft.sampled_from is not None:
+            return accept_drawn(draft.tree, draft.tokens, distribution_at, draft.sampled_from, request.uniform)
+        return accept_sampled(draft.tree, draft.tokens, distribution_at, request.uniform)
 
     def _next_token(self, output: StepOutput, row: int, request: Request, context: list[int]) -> int:
         if not request.sampling.needs_logits:

@@ -18,23 +18,28 @@ class Stats:
     Args:
         rounds: target calls after the prefill.
         drafted: guesses verified, roots not counted.
+        tested: times that the target's own token was looked for among guesses; `accepted` of them were found.
         accepted: guesses kept.
         bonus: tokens that the target added by itself, one per round.
         emitted: new tokens of the answer, the first one (from the prefill) included.
         lossless: False when an acceptance rule was asked for that changes the distribution.
         prompt_tokens, reused_tokens: length of the prompt, and how many of it were already in the cache.
+        draft_calls, draft_step_seconds: of a draft model: its calls, and the median time of one for a single token.
         seconds: by stage. prefill, draft and verify are time inside the backend; accept and commit are numpy;
             host is everything else that the loop does.
     """
 
     rounds: int = 0
     drafted: int = 0
+    tested: int = 0
     accepted: int = 0
     bonus: int = 0
     emitted: int = 0
     lossless: bool = True
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    draft_calls: int = 0
+    draft_step_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @property
@@ -42,8 +47,19 @@ class Stats:
         """Tokens emitted per round, bonus included; plain decoding is 1. The prefill's token is not counted."""
         return (self.emitted - 1) / self.rounds if self.rounds else 0.0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of tested guesses that were right: alpha of arXiv 2211.17192."""
+        return self.accepted / self.tested if self.tested else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """Everything after the prefill."""
+        return sum(seconds for stage, seconds in self.seconds.items() if stage != "prefill")
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "mean_accepted_tokens": self.mean_accepted_tokens}
+        derived = {"mean_accepted_tokens": self.mean_accepted_tokens, "acceptance_rate": self.acceptance_rate}
+        return {**asdict(self), **derived}
 
 
 class StageClock:

@@ -17,12 +17,13 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
 
         total   = max(past_length) + T
         seqlens = past_length + T - 1
-        visible = [everything committed | tree_mask]                        [B,T,total]
+        visible = [all rows older than the newest M | tree_mask]            [B,T,total]
         bias    = 0 where visible (and q - k < W in windowed layers), else the lowest finite number
 
-    Positions in the window test are: slot number for committed tokens, position_ids for new ones. A row's slots
-    behind its own length are hidden by the operator itself, through seqlens. With B > 1 the operator takes T = 1
-    only, where every row's new token sits at its own past length, so the largest position per column serves all.
+    The window test needs q - k, the distance in positions. For older rows it is position_ids less the slot. Among the
+    newest M, what a token sees is one path, parents before children, so the distance to a row is the number of rows on
+    it that come later. A row's slots
+    behind its own length are hidden by the operator itself, through seqlens. With B > 1 the operator takes T = 1 only.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -34,7 +35,7 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         assert ids.shape is not None
         batch, tokens = ids.shape[0], ids.shape[1]
         tree_mask = ir.Value(
-            name=contract.TREE_MASK, shape=ir.Shape([batch, tokens, tokens]), type=ir.TensorType(ir.DataType.BOOL)
+            name=contract.TREE_MASK, shape=ir.Shape([batch, tokens, "M"]), type=ir.TensorType(ir.DataType.BOOL)
         )
         past = ir.Value(name=contract.PAST_LENGTH, shape=ir.Shape([batch]), type=ir.TensorType(ir.DataType.INT64))
         build = _Builder(graph)
@@ -46,16 +47,19 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         one = build.ints("one_row", [1])
         seqlens = build("Cast", build("Sub", build("Add", past, count), one), to=ir.DataType.INT32.value)
         scalar_total = build("Squeeze", build("Cast", total, to=ir.DataType.INT32.value), build.ints("axis_0", [0]))
-        committed = build(
-            "Expand", build.constant("true", [[[True]]], np.bool_), build("Concat", rows, count, longest, axis=0)
+        older = build("Sub", total, build("Shape", tree_mask, start=2, end=3))  # [1]: total - M
+        always = build(
+            "Expand", build.constant("true", [[[True]]], np.bool_), build("Concat", rows, count, older, axis=0)
         )
-        visible = build("Concat", committed, tree_mask, axis=-1)
+        visible = build("Concat", always, tree_mask, axis=-1)
 
         replaced = {SEQLENS_K: seqlens, TOTAL_LENGTH: scalar_total}
         for name, value in inputs.items():
             if name and name.startswith("attention_bias"):
                 window = None if name == bias_name(None) else int(name.rsplit("_", 1)[1])
-                seen = visible if window is None else self._in_window(build, visible, positions, longest, window)
+                seen = (
+                    visible if window is None else self._in_window(build, visible, positions, tree_mask, older, window)
+                )
                 assert value.dtype is not None
                 dtype = value.dtype.numpy()
                 bias = build(
@@ -77,17 +81,21 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, True)
 
     def _in_window(
-        self, build: _Builder, visible: ir.Value, positions: ir.Value, longest: ir.Value, window: int
+        self,
+        build: _Builder,
+        visible: ir.Value,
+        positions: ir.Value,
+        tree_mask: ir.Value,
+        older: ir.Value,
+        window: int,
     ) -> ir.Value:
-        zero = build.constant("zero", 0, np.int64)
-        slots = build(
-            "Range", zero, build("Squeeze", longest, build.ints("axis_0", [0])), build.constant("one", 1, np.int64)
-        )
-        new = build("ReduceMax", positions, build.ints("axis_0", [0]), keepdims=0)
-        keys = build("Concat", slots, new, axis=0)
-        distance = build("Sub", build("Unsqueeze", positions, build.ints("axis_2", [2])), keys)
-        near = build("Less", distance, build.constant(f"window_{window}", window, np.int64))
-        return build("And", visible, near)
+        zero, one = build.constant("zero", 0, np.int64), build.constant("one", 1, np.int64)
+        slots = build("Range", zero, build("Squeeze", older, build.ints("axis_0", [0])), one)
+        to_older = build("Sub", build("Unsqueeze", positions, build.ints("axis_2", [2])), slots)
+        on_path = build("Cast", tree_mask, to=ir.DataType.INT64.value)
+        later = build("CumSum", on_path, build.constant("last_axis", 2, np.int64), exclusive=1, reverse=1)
+        distance = build("Concat", to_older, later, axis=-1)
+        return build("And", visible, build("Less", distance, build.constant(f"window_{window}", window, np.int64)))
 
 
 class _Builder:

@@ -79,18 +79,24 @@ class StepOutput:
         next_ids: int64 [B,R].
         logits: float32 [B,R,V].
         hidden: float32 [B,T,F], or None when the graph does not give it.
+        topk_ids, topk_logprobs: int64 and float32 [B,R,K], of a draft model only.
     """
 
     next_ids: npt.NDArray[np.int64]
     logits: npt.NDArray[np.float32]
-    hidden: npt.NDArray[np.float32] | None
+    hidden: npt.NDArray[np.float32] | None = None
+    topk_ids: npt.NDArray[np.int64] | None = None
+    topk_logprobs: npt.NDArray[np.float32] | None = None
 
 
 class OrtTarget:
-    """A target (or draft) model on the graph contract. Weights live here, once; each sequence opens its own cache."""
+    """A target (or draft) model on the graph contract. Weights live here, once; each sequence opens its own cache.
 
-    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None) -> None:
-        self.session = open_session(path, threads, provider)
+    `vocab_size` is the width of the logits: V, or a draft model's Vd; `top_k` is K, 0 for a target.
+    """
+
+    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True) -> None:
+        self.session = open_session(path, threads, provider, spin)
         inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.layers = sum(name.startswith("past_key_values.") for name in inputs) // 2
@@ -103,6 +109,7 @@ class OrtTarget:
         self.kv_dtype = _DTYPES[first.type]
         self.vocab_size = int(self.outputs[contract.LOGITS].shape[-1])
         self.width = int(self.outputs[contract.HIDDEN].shape[-1]) if contract.HIDDEN in self.outputs else None
+        self.top_k = int(self.outputs[contract.TOPK_IDS].shape[-1]) if contract.TOPK_IDS in self.outputs else 0
 
     def open(self, capacity: int, batch: int = 1) -> OrtCache:
         """A fresh, empty cache of `capacity` tokens for `batch` rows."""
@@ -125,7 +132,7 @@ class OrtCache:
         pages = mmap.mmap(-1, math.prod(shape) * np.dtype(target.kv_dtype).itemsize)
         self.buffer = np.frombuffer(pages, target.kv_dtype).reshape(shape)
         self._values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
-        self._bindings: OrderedDict[tuple[int, int], _Binding] = OrderedDict()
+        self._bindings: OrderedDict[tuple[int, int, int], _Binding] = OrderedDict()
 
     def run(
         self,
@@ -135,19 +142,24 @@ class OrtCache:
         logit_rows: Array,
         past_length: Array | None = None,
     ) -> StepOutput:
-        """One call of the target; rows are written behind `past_length` (default: this cache's length) but not
-        committed. Shapes as in `graphs.contract`; a [T] or [T,T] argument stands for batch 1.
+        """One call of the model; new rows are written behind those that are there, but not committed.
+
+        Args:
+            tree_mask: bool [T,M]; M - T of the rows it speaks about are uncommitted ones, which earlier calls have left
+                behind `length`.
+            past_length: rows before the new ones; default: this cache's length and those M - T.
+            others: shapes as in `graphs.contract`; a [T] or [T,M] argument stands for batch 1.
 
         Raises:
             GenerationError: when the new rows would not fit the cache.
         """
-        past = np.array([self.length] * self.batch) if past_length is None else past_length
-        tokens = input_ids.shape[-1]
+        tokens, masked = input_ids.shape[-1], tree_mask.shape[-1]
+        past = np.array([self.length + masked - tokens] * self.batch) if past_length is None else past_length
         if int(past.max()) + tokens > self.capacity:
             raise GenerationError(
                 f"cache: {tokens} new tokens behind {int(past.max())} do not fit its capacity of {self.capacity}."
             )
-        binding = self._binding(tokens, len(logit_rows))
+        binding = self._binding(tokens, masked, len(logit_rows))
         binding.fill(input_ids, position_ids, tree_mask, past, logit_rows)
         before = perf_counter()
         self.target.session.run_with_iobinding(binding.io)
@@ -155,7 +167,7 @@ class OrtCache:
         return binding.output
 
     def commit(self, nodes: Sequence[int]) -> None:
-        """Keep the rows `nodes` (ascending, relative to the current length) of the last call, in this order, and
+        """Keep the rows `nodes` (ascending, relative to the current length) of the last calls, in this order, and
         advance the length. A path that is the first rows costs no move."""
         moved = next((index for index, node in enumerate(nodes) if index != node), len(nodes))
         if moved < len(nodes):
@@ -168,10 +180,10 @@ class OrtCache:
         assert 0 <= length <= self.length
         self.length = length
 
-    def _binding(self, tokens: int, rows: int) -> _Binding:
-        key = (tokens, rows)
+    def _binding(self, tokens: int, masked: int, rows: int) -> _Binding:
+        key = (tokens, masked, rows)
         if key not in self._bindings:
-            self._bindings[key] = _Binding(self.target, self._values, self.batch, tokens, rows)
+            self._bindings[key] = _Binding(self.target, self._values, self.batch, *key)
             if len(self._bindings) > KEPT_BINDINGS:
                 self._bindings.popitem(last=False)
         self._bindings.move_to_end(key)
@@ -181,12 +193,14 @@ class OrtCache:
 class _Binding:
     """Buffers and IOBinding for one shape of call."""
 
-    def __init__(self, target: OrtTarget, cache: list[ort.OrtValue], batch: int, tokens: int, rows: int) -> None:
+    def __init__(
+        self, target: OrtTarget, cache: list[ort.OrtValue], batch: int, tokens: int, masked: int, rows: int
+    ) -> None:
         self.io = target.session.io_binding()
         self.inputs = {
             contract.INPUT_IDS: np.zeros((batch, tokens), np.int64),
             contract.POSITION_IDS: np.zeros((batch, tokens), np.int64),
-            contract.TREE_MASK: np.zeros((batch, tokens, tokens), np.bool_),
+            contract.TREE_MASK: np.zeros((batch, tokens, masked), np.bool_),
             contract.PAST_LENGTH: np.zeros((batch,), np.int64),
             contract.LOGIT_ROWS: np.zeros((rows,), np.int64),
         }
@@ -196,12 +210,15 @@ class _Binding:
         }
         if target.width:
             outputs[contract.HIDDEN] = np.zeros((batch, tokens, target.width), np.float32)
+        if target.top_k:
+            outputs[contract.TOPK_IDS] = np.zeros((batch, rows, target.top_k), np.int64)
+            outputs[contract.TOPK_LOGPROBS] = np.zeros((batch, rows, target.top_k), np.float32)
         self._kept = _bind(self.io, self.inputs, outputs)
         names = zip(contract.past_names(target.layers), contract.present_names(target.layers), cache, strict=True)
         for past, present, value in names:
             self.io.bind_ortvalue_input(past, value)
             self.io.bind_ortvalue_output(present, value)
-        self.output = StepOutput(outputs[contract.NEXT_IDS], outputs[contract.LOGITS], outputs.get(contract.HIDDEN))
+        self.output = StepOutput(**outputs)
 
     def fill(self, ids: Array, positions: Array, mask: Array, past: Array, rows: Array) -> None:
         for name, value in zip(contract.TARGET_INPUTS, (ids, positions, mask, past, rows), strict=True):

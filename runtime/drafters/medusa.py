@@ -44,14 +44,17 @@ class MedusaDrafter:
         nodes, depth = min(max_nodes, len(self.tree)), min(max_depth, self.heads.heads)
         if nodes < 2 or depth < 1:
             self.seconds = 0.0
-            return Draft(ROOT_ALONE, np.array([root], np.int64))
+            return Draft(ROOT_ALONE, np.array([root], np.int64), np.ones(1))
         ids, logprobs = self.heads.run(self._hidden)
         self.seconds = self.heads.seconds
         tree = self._shape(logprobs[:depth], nodes)
         tokens = np.empty(len(tree), np.int64)
         tokens[0] = root
-        tokens[1:] = ids[tree.depths[1:] - 1, tree.rank_array[1:]]
-        return Draft(tree, tokens)
+        places = tree.depths[1:] - 1, tree.rank_array[1:]
+        tokens[1:] = ids[places]
+        own = np.zeros(len(tree))
+        own[1:] = logprobs[places]
+        return Draft(tree, tokens, np.exp(tree.mask @ own))  # heads guess independently: a path's logs add up
 
     def _shape(self, logprobs: npt.NDArray[np.float32], nodes: int) -> TokenTree:
         """This round's tree, of at most `nodes` nodes and no deeper than `logprobs` [depth,K]."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +21,16 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from speccompile.graphs.tree import TokenTree
-from speccompile.runtime.acceptance import Accepted, accept_greedy, accept_sampled, accept_typical, walk
+from speccompile.runtime.acceptance import (
+    Accepted,
+    accept_drawn,
+    accept_greedy,
+    accept_sampled,
+    accept_typical,
+    walk,
+)
 from speccompile.runtime.sampling import Sampling, distribution, draw, next_token
+from tests.tiny.chances import outcomes
 
 torch.set_num_threads(1)  # rows of a few numbers
 
@@ -294,6 +304,179 @@ def test_penalties_act_once_and_on_the_drafted_path_too() -> None:
     for _ in range(12):
         without.append(next_token(logits[without[-1]], without, Sampling(), lambda: 0.0))
     assert without != context
+
+
+# ---- drawn drafts: p/q ----
+
+Weights = tuple[int, ...]
+Row = npt.NDArray[Any]
+"""Fractions: every chance below is exact."""
+
+
+def fractions(*weights: int) -> Row:
+    return np.array([Fraction(weight, sum(weights)) for weight in weights], object)
+
+
+def drawn_round(
+    tree: TokenTree, p_at: Callable[[Prefix], Row], q_at: Callable[[Prefix], Row], rule: Callable[..., Accepted]
+) -> dict[Prefix, Fraction]:
+    """Chances of what one round emits. Tokens are drawn from q without replacement, in node order; siblings for
+    which q has no token left are left out, with what hangs below them."""
+
+    def one_round(uniform: Callable[[], float]) -> Prefix:
+        prefixes: dict[int, Prefix] = {0: ()}
+        sampled_from: dict[int, Row] = {}
+        for parent, children in enumerate(tree.children):
+            if parent not in prefixes or not children:
+                continue
+            left = sampled_from[parent] = q_at(prefixes[parent])
+            for child in children[: np.count_nonzero(left)]:
+                prefixes[child] = (*prefixes[parent], draw(left, uniform()))
+                left = without(left, prefixes[child][-1])
+        kept = sorted(prefixes)
+        tokens = np.array([-1, *(prefixes[node][-1] for node in kept[1:])])
+        sampled_from = {kept.index(node): q for node, q in sampled_from.items()}
+        accepted = rule(tree.keep(kept), tokens, lambda node, path: p_at(tuple(path)), sampled_from, uniform)
+        return (*(int(tokens[node]) for node in accepted.nodes[1:]), accepted.bonus)
+
+    return outcomes(one_round)
+
+
+def without(row: Row, token: int) -> Row:
+    return np.where(np.arange(len(row)) == token, row * 0, row)
+
+
+def follows(emitted: dict[Prefix, Fraction], p_at: Callable[[Prefix], Row]) -> bool:
+    """Whether each token that is emitted, given those before it, has the target's chances exactly."""
+    assert sum(emitted.values()) == 1
+    for prefix in {sequence[:length] for sequence in emitted for length in range(len(sequence))}:
+        size = len(prefix)
+        chances = [Fraction(0)] * len(p_at(prefix))
+        for sequence, chance in emitted.items():
+            if len(sequence) > size and sequence[:size] == prefix:
+                chances[sequence[size]] += chance
+        if [chance / sum(chances) for chance in chances] != list(p_at(prefix)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        ((5, 3, 2), (2, 6, 2)),  # the worked example of the reference notes
+        ((2, 6, 2), (2, 6, 2)),  # the first sibling is never rejected
+        ((0, 1, 1), (1, 1, 1)),  # the target cannot say what the draft can
+        ((1, 1, 1), (0, 1, 2)),  # the other way round
+        ((1, 0, 0), (0, 1, 1)),  # nothing in common
+        ((1, 0, 0), (1, 2, 3)),  # a certain target
+        ((4, 3, 2), (0, 1, 0)),  # a certain draft
+        ((5, 1, 1, 3), (1, 4, 2, 2)),
+        ((1, 1), (3, 1)),  # fewer tokens in the vocabulary than siblings
+    ],
+)
+def test_drawn_siblings_emit_exactly_the_target(p: Weights, q: Weights, siblings: int) -> None:
+    """In fractions, over all draws and all outcomes of the rule itself."""
+    tree = TokenTree.from_paths([[rank] for rank in range(siblings)])
+    p_at = lambda prefix: fractions(*p)  # noqa: E731
+    emitted = drawn_round(tree, p_at, lambda prefix: fractions(*q), accept_drawn)
+    assert follows(emitted, p_at)
+    if siblings == 1:  # Leviathan et al.: a guess is accepted with the overlap of p and q
+        overlap = sum(np.minimum(fractions(*p), fractions(*q)))
+        assert sum(chance for sequence, chance in emitted.items() if len(sequence) == 2) == overlap
+
+
+def random_row(seed: int, prefix: Prefix) -> Row:
+    """Zeros among them."""
+    return fractions(*np.random.default_rng([seed, *prefix]).integers(0, 6, 2).tolist(), 2)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TokenTree.chain(2),
+        TokenTree.from_paths([[0], [1], [0, 0]]),
+        TokenTree.from_paths([[0], [1], [1, 0], [1, 1]]),
+        TokenTree.from_paths([[0], [1], [2], [0, 0], [2, 0]]),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_drawn_trees_of_two_levels_emit_exactly_the_target(tree: TokenTree, seed: int) -> None:
+    p_at, q_at = (lambda prefix, s=s: random_row(s, prefix) for s in (2 * seed, 2 * seed + 1))
+    emitted = drawn_round(tree, p_at, q_at, accept_drawn)
+    assert max(map(len, emitted)) == 3
+    assert follows(emitted, p_at)
+
+
+BROKEN = ("no comparison with q", "q stays in the residual", "siblings as if with replacement", "bonus from p")
+
+
+def broken_rule(broken: str) -> Callable[..., Accepted]:
+    """`accept_drawn` with one thing wrong, for trees of one level."""
+
+    def rule(
+        tree: TokenTree,
+        tokens: npt.NDArray[np.int64],
+        distribution_at: Callable[..., Row],
+        sampled_from: Mapping[int, Row],
+        uniform: Callable[[], float],
+    ) -> Accepted:
+        p, q = distribution_at(0, []), sampled_from[0]
+        for child in tree.children[0]:
+            token = int(tokens[child])
+            if uniform() * (1 if broken == BROKEN[0] else q[token]) < p[token]:
+                return Accepted((0, child), draw(distribution_at(child, [token]), uniform()))
+            residual = p if broken == BROKEN[1] else np.maximum(p - q, 0)
+            p = residual / residual.sum()
+            if broken != BROKEN[2]:
+                q = without(q, token) / without(q, token).sum()
+        return Accepted((0,), draw(distribution_at(0, []) if broken == BROKEN[3] else p, uniform()))
+
+    return rule
+
+
+@pytest.mark.parametrize("broken", [*BROKEN, "nothing"])
+def test_the_exact_test_finds_wrong_rules(broken: str) -> None:
+    p_at = lambda prefix: fractions(5, 1, 1, 3)  # noqa: E731
+    tree = TokenTree.from_paths([[0], [1]])
+    emitted = drawn_round(tree, p_at, lambda prefix: fractions(1, 4, 2, 2), broken_rule(broken))
+    assert follows(emitted, p_at) == (broken == "nothing")
+
+
+def test_chosen_guesses_below_a_drawn_one() -> None:
+    """A node without q has chosen children: one draw from p decides between them, and nothing is biased."""
+    tree = TokenTree.from_paths([[0], [0, 0], [0, 1]])
+    p_at, q = (lambda prefix: random_row(0, prefix)), fractions(2, 1, 1)
+
+    def one_round(uniform: Callable[[], float]) -> Prefix:
+        tokens = np.array([-1, draw(q, uniform()), 1, 2])
+        accepted = accept_drawn(tree, tokens, lambda node, path: p_at(tuple(path)), {0: q}, uniform)
+        return (*(int(tokens[node]) for node in accepted.nodes[1:]), accepted.bonus)
+
+    emitted = outcomes(one_round)
+    assert {len(sequence) for sequence in emitted} == {1, 2, 3}
+    assert follows(emitted, p_at)
+
+
+def test_rounding_alone_rejects_nothing() -> None:
+    """p and q that differ in the last bit: the residual of nothing has no direction to fall."""
+    q = np.array([0.5, 0.25, 0.25])
+    p = q * (1 - 2**-53)
+    assert (p < q).all()
+    certain = 1 - 2**-53  # the largest number that `uniform` gives
+    numbers = iter([certain, 0.1])
+    accepted = accept_drawn(TokenTree.chain(1), np.array([9, 1]), lambda node, path: p, {0: q}, lambda: next(numbers))
+    assert accepted == Accepted((0, 1), 0)
+
+
+def test_an_impossible_guess_is_passed_over() -> None:
+    """q of the token is zero (it was not drawn from q): no number is spent on it, and p/0 accepts nothing."""
+    tree = TokenTree.from_paths([[0], [1]])
+    p, q = np.array([0.5, 0.5, 0.0]), np.array([0.0, 1.0, 0.0])
+    numbers = iter([0.6, 0.4])
+    accepted = accept_drawn(tree, np.array([9, 0, 1]), lambda node, path: p, {0: q}, lambda: next(numbers))
+    assert accepted == Accepted((0,), 0)  # 0.6 rejects token 1, of which p has half of q; the rest of p is token 0
+    assert not list(numbers)
 
 
 # ---- typical acceptance ----

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speccompile.graphs.passes import finish_gqa_target
-from speccompile.graphs.target import survey, trace_gqa
+from speccompile.graphs.target import TargetTail, survey, trace_gqa
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtTarget
 from tests.tiny.models import ARCHITECTURES, PARENTS, VOCAB, tiny_model
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 def test_tree_and_commit_equal_eager(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = tiny_model(name)
-    graph = trace_gqa(model, survey(model, 128), with_hidden=True)
+    graph = trace_gqa(model, survey(model, 128), TargetTail(True))
     finish_gqa_target(graph)
     ir.save(graph, tmp_path / "target.onnx")
     cache = OrtTarget(tmp_path / "target.onnx", threads=1).open(64)
@@ -52,6 +52,12 @@ def test_tree_and_commit_equal_eager(name: str, tmp_path: Path) -> None:
             logits[node].argmax()
             == cache.run(tokens.numpy(), cache.length + tree.depths, tree.mask, np.arange(len(tree))).next_ids[0, node]
         )
+
+    for depth in range(tree.max_depth + 1):  # level by level: each node runs once, behind the levels before it
+        level = np.flatnonzero(tree.depths == depth)
+        ids, positions = tokens.numpy()[level], cache.length + tree.depths[level]
+        out = cache.run(ids, positions, tree.mask[level, : level[-1] + 1], np.arange(len(level))).logits[0]
+        np.testing.assert_allclose(out, logits[level], atol=TOLERANCE, rtol=0, err_msg=f"level {depth}")
 
     accepted = tree.ancestry(5)
     assert accepted != list(range(len(accepted)))

@@ -12,6 +12,7 @@ import pytest
 
 from speccompile.graphs.errors import TreeError
 from speccompile.graphs.tree import (
+    AdaptiveChain,
     NAMED_TREES_FILE,
     DynamicTree,
     NodePath,
@@ -284,6 +285,23 @@ def test_grow_keeps_parents_when_a_guess_is_certain() -> None:
     """Pitfall 27: with log p = 0 a child scores as much as its parent and must not come without it."""
     tree = grow(np.array([[0.0, -9.0], [0.0, -9.0], [0.0, -9.0]]), 4)
     assert tree == TokenTree.chain(3)
+
+
+def test_adaptive_chain_is_read_written_and_refused() -> None:
+    assert read_tree("adaptive-8") == tree_from_json({"adaptive": {"longest": 8}}) == AdaptiveChain(8)
+    chain = AdaptiveChain(8, 0.4)
+    assert read_tree("adaptive-8-0.4") == tree_from_json(chain.to_json()) == chain
+    assert len(chain) == 9  # the root and eight guesses
+    for bad in (
+        {"adaptive": {"longest": 0}},
+        {"adaptive": {"nodes": 4}},
+        {"adaptive": 4},
+        {"adaptive": {"longest": True}},
+        {"adaptive": {"longest": 3, "confidence": 1}},
+        {"adaptive": {"longest": 3, "confidence": "high"}},
+    ):
+        with pytest.raises(TreeError):
+            tree_from_json(bad)
 
 
 def test_dynamic_tree_is_read_written_and_refused() -> None:

@@ -1,0 +1,34 @@
+"""What a draft model's graph gives: its best tokens under the names of the target's vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from speccompile.graphs import contract
+
+
+class DraftTail(nn.Module):
+    """The tail of a draft model; its logits [B,R,Vd] may speak of fewer tokens than the target knows.
+
+    Args:
+        token_ids: int64 [Vd], the target's id of each logit; None when they are the same numbers.
+        top_k: best tokens to name; at most Vd.
+    """
+
+    token_ids: Tensor | None
+
+    def __init__(self, token_ids: Tensor | None, top_k: int) -> None:
+        super().__init__()
+        self.register_buffer("token_ids", token_ids)
+        self.top_k = top_k
+        self.outputs = [contract.NEXT_IDS, contract.LOGITS, contract.TOPK_IDS, contract.TOPK_LOGPROBS]
+
+    def forward(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """logits float32 [B,R,Vd] -> best ids int64 [B,R], logits, topk_ids int64 [B,R,K], topk_logprobs [B,R,K]."""
+        del hidden
+        best, ids = torch.topk(logits, self.top_k)
+        logprobs = best - torch.logsumexp(logits, -1, keepdim=True)
+        if self.token_ids is not None:
+            ids = self.token_ids[ids]
+        return ids[..., 0], logits, ids, logprobs
