@@ -289,17 +289,23 @@ def _assemble(
     for name, tensor in shared.items():  # tied ones stay one parameter
         module, _, part = name.rpartition(".")
         setattr(model.get_submodule(module), part, frozen[id(tensor)])
+    model.eval()
+    return DraftModel(path, model, fingerprint_own(model, token_ids), token_ids, tuple(taken), target.fingerprint)
+
+
+def own_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """By state-dict name, the tensors a slim draft does not share with its target."""
+    shared = shared_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in shared}
+
+
+def fingerprint_own(model: Any, token_ids: torch.Tensor | None) -> str:
+    """sha256 over the draft vocabulary and over name, shape and float32 bytes of what the draft does not share."""
     digest = hashlib.sha256(b"" if token_ids is None else token_ids.contiguous().numpy().tobytes())
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(own_tensors(model).items()):
         digest.update(f"{name} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().float().contiguous().numpy().data)
-    return DraftModel(path, model.eval(), digest.hexdigest(), token_ids, tuple(taken), target.fingerprint)
-
-
-def own_tensors(draft: DraftModel) -> dict[str, torch.Tensor]:
-    """By state-dict name, the tensors a slim draft does not share with its target."""
-    shared = shared_names(draft.model)
-    return {name: tensor for name, tensor in draft.model.state_dict().items() if name not in shared}
+    return digest.hexdigest()
 
 
 # ---- making ----
@@ -412,6 +418,16 @@ def _shown(token: str | None) -> str:
 # ---- writing ----
 
 
+def check_dtype(dtype: str) -> None:
+    """Refuse what `write_draft` cannot write, before hours of training.
+
+    Raises:
+        CheckpointError: for an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"draft model: dtype '{dtype}' is unknown; use one of {', '.join(DTYPES)}.")
+
+
 def write_draft(draft: DraftModel, folder: Path, dtype: str = "fp16") -> None:
     """Write a draft cut out of its target in the slim form (see the module).
 
@@ -422,10 +438,9 @@ def write_draft(draft: DraftModel, folder: Path, dtype: str = "fp16") -> None:
     Raises:
         CheckpointError: when a weight is too large for its dtype.
     """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"draft model: dtype '{dtype}' is unknown; use one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in own_tensors(draft).items():
+    for name, tensor in own_tensors(draft.model).items():
         value = tensor.detach().float().cpu()
         if dtype == "int8" and value.dim() > 1:
             scale = (value.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
@@ -449,9 +464,11 @@ def write_draft(draft: DraftModel, folder: Path, dtype: str = "fp16") -> None:
 
 __all__ = [
     "DraftModel",
+    "check_dtype",
     "compare_tokenizers",
     "cut_lm_head",
     "cut_model",
+    "fingerprint_own",
     "own_tensors",
     "read_draft",
     "set_lm_head",

@@ -286,6 +286,7 @@ class Decoder:
             stats.tested += sum(1 for node in nodes if draft.tree.children[node])
             stats.accepted += len(nodes) - 1
             stats.bonus += kept == len(new)
+            stats.longest_round = max(stats.longest_round, kept)
         stats.emitted = len(answer.token_ids)
         if isinstance(drafter, DraftModelDrafter):
             stats.draft_calls, stats.draft_step_seconds = drafter.calls, drafter.step_seconds

@@ -21,6 +21,7 @@ class Stats:
         tested: times that the target's own token was looked for among guesses; `accepted` of them were found.
         accepted: guesses kept.
         bonus: tokens that the target added by itself, one per round.
+        longest_round: most tokens that one round emitted.
         emitted: new tokens of the answer, the first one (from the prefill) included.
         lossless: False when an acceptance rule was asked for that changes the distribution.
         prompt_tokens, reused_tokens: length of the prompt, and how many of it were already in the cache.
@@ -34,6 +35,7 @@ class Stats:
     tested: int = 0
     accepted: int = 0
     bonus: int = 0
+    longest_round: int = 0
     emitted: int = 0
     lossless: bool = True
     prompt_tokens: int = 0

@@ -110,6 +110,8 @@ class DraftModelDrafter:
         eos_ids: nothing is drafted behind these.
         vocabulary: int64 [Vd], the target's id of each of the draft model's logits; None when the ids are the same.
         target_vocab: V.
+        draws: False chooses guesses even where the target's tokens are drawn, for drafts that share their tree with
+            those of another drafter.
 
     Raises:
         BundleError: when the tree needs more guesses per node than the graph names, or the graph names tokens that the
@@ -127,6 +129,8 @@ class DraftModelDrafter:
         eos_ids: Collection[int],
         vocabulary: npt.NDArray[np.int64] | None,
         target_vocab: int,
+        *,
+        draws: bool = True,
     ) -> None:
         width, top_k = model.vocab_size, model.top_k
         if isinstance(tree, TokenTree) and max(tree.ranks) >= top_k:
@@ -143,7 +147,7 @@ class DraftModelDrafter:
         self.seconds = 0.0
         self.calls = 0  # of the draft model, those for the prompt left out
         self._uniform, self._eos_ids = uniform, eos_ids
-        self._drawn_as = None if sampling.greedy or isinstance(tree, DynamicTree) else sampling
+        self._drawn_as = sampling if draws and not sampling.greedy and not isinstance(tree, DynamicTree) else None
         # Temperature and what follows it do not change which guess is best; penalties, biases and hooks do.
         chosen = replace(sampling, temperature=0.0)
         self._chosen_as = (
@@ -271,17 +275,26 @@ class DraftModelDrafter:
             # Rounding may leave a logarithm above 0, and a child may not be more probable than its parent.
             probabilities = np.exp(np.minimum(output.topk_logprobs[0, row, :count], 0), dtype=np.float64)
             return list(zip(output.topk_ids[0, row, :count].tolist(), probabilities.tolist(), strict=True))
-        logits = output.logits[0, row]
-        if self._wide is not None:
-            self._wide[self._vocabulary] = logits
-            logits = self._wide
-        q = distribution(logits, [*self.tokens, *growth.path(node)], settings)
+        q = self._distribution(output.logits[0, row], [*self.tokens, *growth.path(node)], settings)
         if self._drawn_as is None:
             tokens = _best(q, count)
         else:
             growth.sampled_from[node] = q
             tokens = _draw_without_replacement(q, count, self._uniform)
         return [(token, float(q[token])) for token in tokens]
+
+    def _distribution(
+        self, logits: npt.NDArray[np.float32], context: Sequence[int], settings: Sampling
+    ) -> npt.NDArray[np.float64]:
+        """float64 [V] of logits float32 [Vd]."""
+        if self._wide is None:
+            return distribution(logits, context, settings)
+        if self._chosen_as is None:  # no setting names a token: the narrow row will do
+            q = np.zeros(len(self._wide))
+            q[self._vocabulary] = distribution(logits, context, settings)
+            return q
+        self._wide[self._vocabulary] = logits
+        return distribution(self._wide, context, settings)
 
     # ---- the draft model ----
 

@@ -11,46 +11,13 @@ authors' code drops it, hao-ai-lab/LookaheadDecoding issue 32).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from speccompile.graphs.errors import GenerationError
-from speccompile.graphs.tree import ROOT_ALONE, TokenTree
+from speccompile.graphs.settings import LookaheadSettings
 from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.drafters.candidates import Trie
 from speccompile.runtime.drafters.draft import Draft
-
-RANGES = {"window": (1, 512), "ngram": (2, 32), "guesses": (1, 512)}
-"""What `LookaheadSettings` takes. The lower ends are the method's own, the upper ones far above what can pay."""
-
-
-@dataclass(frozen=True)
-class LookaheadSettings:
-    """The method's W, N and G.
-
-    Args:
-        window: W, columns of the window.
-        ngram: N, length of the pool's n-grams, the token they are found by included. The window has N - 1 rows, a guess
-            N - 1 tokens; 2 is plain Jacobi iteration with a pool of bigrams.
-        guesses: G, n-grams kept per first token, and verified per round.
-        from_prompt: let the pool learn from the prompt, and from the answer as it is written.
-
-    Raises:
-        GenerationError: when a number is out of its range.
-    """
-
-    window: int
-    ngram: int
-    guesses: int
-    from_prompt: bool = False
-
-    def __post_init__(self) -> None:
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise GenerationError(
-                    f"lookahead: {name} is {value}; it must be a whole number from {least} to {most}."
-                )
 
 
 class NgramPool:
@@ -85,9 +52,9 @@ class LookaheadDrafter:
     schedule; its first filling step is part of the prefill, here all are ordinary rounds, which may accept window
     cells).
 
-    Limits: guesses are placed first, cut to `max_depth` and `max_nodes`. Then come the columns from the left, each
-    whole or not at all, until one does not fit; so the window narrows near the end of an answer, where cells behind
-    the end are of no use. A column left out waits unchanged.
+    Limits: a draft has at most `settings.nodes` nodes. Guesses are placed first, cut to the limits. Then come the
+    columns from the left, each whole or not at all, until one does not fit; so the window narrows near the end of an
+    answer, where cells behind the end are of no use. A column left out waits unchanged.
 
     EOS: the pool learns it like any token, and a guess ends with it. In the window a random token of the prompt takes
     its place: what follows EOS is never emitted, so its column would make n-grams that nothing can use (the authors do
@@ -99,6 +66,7 @@ class LookaheadDrafter:
     Args:
         tokens: the committed tokens, the list that the decoding loop extends. It is read from the first `observe` on,
             when it must hold the prompt.
+        settings: with a window of at least one column.
         eos_ids: end-of-text tokens.
         seed: of the random tokens, which decide what is drafted, never what is emitted. They come from a generator of
             the drafter's own, so that sampling draws the same numbers with and without drafts.
@@ -109,6 +77,7 @@ class LookaheadDrafter:
     def __init__(
         self, tokens: Sequence[int], settings: LookaheadSettings, eos_ids: Collection[int], seed: int = 0
     ) -> None:
+        assert settings.window, "without a window there is nothing to look ahead in; prompt lookup reads the text alone"
         self._tokens, self._settings, self._eos_ids = tokens, settings, frozenset(eos_ids)
         self._rng = np.random.default_rng(seed)
         self._fillers: Sequence[int] = ()  # what random tokens are picked from
@@ -130,13 +99,12 @@ class LookaheadDrafter:
 
     def propose(self, root: int, max_nodes: int, max_depth: int) -> Draft:
         assert self._columns, "the prompt must be observed before anything is drafted"
-        trie = _Trie(root)
+        max_nodes = min(max_nodes, self._settings.nodes)
+        trie = Trie(root)
         for guess in self._pool.newest(root):
             node = 0
             for token in guess[: max(max_depth, 0)]:
-                if len(trie.tokens) >= max_nodes:
-                    break
-                node = trie.child(node, token)
+                node = trie.add(node, token)
                 if token in self._eos_ids:
                     break
         self._columns[0][0] = root
@@ -145,15 +113,16 @@ class LookaheadDrafter:
         for index, column in enumerate(self._columns):
             # As if no cell shared a node with a guess: a column is now and then left out though it would just fit.
             cells = len(column) - (index == 0)
-            if index + len(column) - 1 > max_depth or len(trie.tokens) + cells > max_nodes:
+            if index + len(column) - 1 > max_depth or len(trie) + cells > max_nodes:
                 break
             if index:
-                head = trie.child(head, column[0])
+                head = trie.add(head, column[0])
             node = head
             for token in column[1:]:
-                node = trie.child(node, token)
+                node = trie.add(node, token)
             self._ends.append(node)
-        return trie.draft()
+        draft = trie.draft(max_nodes)  # the first nodes, numbered as here: all are equally probable to the trie
+        return Draft(draft.tree, draft.tokens)
 
     def _advance(self, results: Sequence[int]) -> None:
         """Shift or fill by one round: `results` are the argmaxes at the last cells of the columns that were drafted."""
@@ -176,27 +145,3 @@ class LookaheadDrafter:
     def _random(self, count: int) -> list[int]:
         """`count` tokens of the prompt."""
         return [self._fillers[index] for index in self._rng.integers(len(self._fillers), size=count)]
-
-
-class _Trie:
-    """A tree in the making: the same tokens behind the root are the same node, so siblings always differ."""
-
-    def __init__(self, root: int) -> None:
-        self.parents, self.ranks, self.tokens = [-1], [0], [root]
-        self._nodes: dict[tuple[int, int], int] = {}
-        self._child_counts = [0]
-
-    def child(self, parent: int, token: int) -> int:
-        """The child of `parent` that holds `token`, made if there is none."""
-        node = self._nodes.setdefault((parent, token), len(self.tokens))
-        if node == len(self.tokens):
-            self.parents.append(parent)
-            self.ranks.append(self._child_counts[parent])
-            self.tokens.append(token)
-            self._child_counts[parent] += 1
-            self._child_counts.append(0)
-        return node
-
-    def draft(self) -> Draft:
-        tree = TokenTree(tuple(self.parents), tuple(self.ranks)) if len(self.tokens) > 1 else ROOT_ALONE
-        return Draft(tree, np.array(self.tokens, np.int64))

@@ -163,9 +163,11 @@ def test_fp16_round_trip(target: Source, slim: Path) -> None:
     assert read.token_ids is not None and torch.equal(read.token_ids, TOKEN_IDS)
     assert (read.taken, read.layers, read.max_length) == ((0, 2), 2, 128)
     assert read.target_fingerprint == target.fingerprint and not read.warnings
-    for name, tensor in own_tensors(read).items():
+    for name, tensor in own_tensors(read.model).items():
         assert tensor.dtype == torch.float32
-        np.testing.assert_array_equal(tensor, own_tensors(cut)[name].numpy().astype(np.float16).astype(np.float32))
+        np.testing.assert_array_equal(
+            tensor, own_tensors(cut.model)[name].numpy().astype(np.float16).astype(np.float32)
+        )
     config = json.loads((slim / "config.json").read_text())
     assert config["num_hidden_layers"] == 2 and config["head_dim"] == 16  # not hidden_size / heads by default
     assert config[CONFIG_KEY] == {
@@ -186,8 +188,8 @@ def test_int8_moves_no_weight_by_more_than_half_a_scale(target: Source, tmp_path
     assert read.token_ids is None
     stored = load_file(tmp_path / "model.safetensors")
     matrices = 0
-    for name, tensor in own_tensors(cut).items():
-        got, wanted = own_tensors(read)[name].double().numpy(), tensor.detach().double().numpy()
+    for name, tensor in own_tensors(cut.model).items():
+        got, wanted = own_tensors(read.model)[name].double().numpy(), tensor.detach().double().numpy()
         if wanted.ndim == 1:
             np.testing.assert_array_equal(got, wanted.astype(np.float16))
             continue
@@ -197,7 +199,9 @@ def test_int8_moves_no_weight_by_more_than_half_a_scale(target: Source, tmp_path
         assert (np.abs(got - wanted) <= bound * (1 + 1e-5)).all(), name
         assert np.abs(got - wanted).max() > bound.max() / 2  # it is rounded, and by no finer step
     assert matrices == 7
-    assert (tmp_path / "model.safetensors").stat().st_size < 0.6 * sum(t.numel() for t in own_tensors(cut).values()) * 2
+    assert (tmp_path / "model.safetensors").stat().st_size < 0.6 * sum(
+        t.numel() for t in own_tensors(cut.model).values()
+    ) * 2
 
 
 def test_rope_settings_and_head_size_are_the_drafts_own(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import torch
 from scipy.stats import chisquare
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from speccompile.graphs.errors import GenerationError
+from speccompile.graphs.errors import SettingsError
+from speccompile.graphs.settings import LookupSettings
 from speccompile.graphs.tree import ROOT_ALONE, DynamicTree
 from speccompile.runtime.acceptance import Accepted, accept_sampled, walk
 from speccompile.runtime.backends.ort import StepOutput
@@ -31,7 +32,6 @@ from speccompile.runtime.drafters.prompt_lookup import (
     PLACES,
     PRIOR,
     PRIOR_WEIGHT,
-    LookupSettings,
     PromptLookupDrafter,
 )
 from speccompile.runtime.sampling import Sampling, distribution, draw
@@ -111,7 +111,7 @@ def places_by_loops(text: list[int], settings: LookupSettings, depth: int, eos_i
         ]
         starts += [start for start in (found[::-1] if settings.newest else found) if start not in starts]
     union, guesses = set[Path](), 0
-    for start in starts[:PLACES]:
+    for start in starts[: max(PLACES, settings.guesses)]:
         grown, before = list(text), len(union)
         for step in range(depth):
             grown.append(grown[start + step])  # may read what was just written, as LZ77 does
@@ -130,7 +130,7 @@ def test_places_equal_a_search_by_loops(newest: bool) -> None:
     rng = np.random.default_rng(int(newest))
     sizes = Counter[int]()
     for _ in range(120):
-        settings = LookupSettings(int(rng.integers(1, 5)), int(rng.integers(1, 5)), newest)
+        settings = LookupSettings(int(rng.choice([1, 2, 3, 4, 12])), int(rng.integers(1, 5)), newest)
         letters = int(rng.integers(2, 5))
         eos_ids = [0] if rng.random() < 0.3 else []
         text = rng.integers(0, letters, 40).tolist()
@@ -187,12 +187,20 @@ def test_the_end_of_the_text_does_not_match_itself() -> None:
     assert draft.probabilities is not None and draft.probabilities.tolist() == [1]
 
 
-@pytest.mark.parametrize("field", ["ngram", "guesses"])
-@pytest.mark.parametrize("value", [0, -1, 17, 2.0, True])
+def test_a_bounded_number_of_places_is_looked_at() -> None:
+    """The one place with another continuation is the oldest of a few, then of too many."""
+    for repeats, found in ((PLACES - 2, {(6,), (9,)}), (PLACES + 2, {(6,)})):
+        tokens = [5, 9, *[5, 6] * repeats]
+        assert paths(lookup(tokens, LookupSettings(guesses=2)).propose(5, 9, 1)) == found
+        assert paths(lookup(tokens, LookupSettings(guesses=100)).propose(5, 9, 1)) == {(6,), (9,)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ngram", 0), ("ngram", 33), ("ngram", 2.0), ("guesses", 0), ("guesses", -1), ("guesses", True)],
+)
 def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
-    with pytest.raises(
-        GenerationError, match=f"prompt lookup: {field} is {value}; it must be a whole number from 1 to"
-    ):
+    with pytest.raises(SettingsError, match=f"prompt lookup: {field} is {value}; use 1"):
         LookupSettings(**{field: value})  # type: ignore[arg-type]
 
 
@@ -291,9 +299,16 @@ def test_probabilities_are_the_product_along_the_path() -> None:
 
 def test_match_length_counts_beyond_the_ngram() -> None:
     """A match of six tokens is believed as such though only three are looked up; one of twelve counts as LONGEST."""
-    for length, counted in ((2, 2), (3, 3), (6, 6), (12, LONGEST)):
+    for ngram, length, counted in (
+        (3, 2, 2),
+        (3, 3, 3),
+        (3, 6, 6),
+        (3, 12, LONGEST),
+        (10, 12, LONGEST),
+        (20, 12, LONGEST),
+    ):
         same = list(range(10, 10 + length))
-        drafter = lookup([1, *same, 2, 3, *same[:-1]])
+        drafter = lookup([1, *same, 2, 3, *same[:-1]], LookupSettings(ngram))
         draft = drafter.propose(same[-1], 9, 1)
         assert chain(draft) == [2]
         assert draft.probabilities is not None and draft.probabilities[1] == drafter.accuracy[counted]
@@ -324,6 +339,20 @@ def test_every_emitted_token_teaches_even_when_nothing_is_drafted() -> None:
         right += (1 - right) / weight
     assert [size > 1 for size in sizes].index(True) == rounds - 1
     assert sizes[-1] > 1
+
+
+def test_old_outcomes_are_forgotten() -> None:
+    """However long a copy was right, a wrong token weighs one part in MEMORY."""
+    cycle = list(range(20))
+    tokens = cycle * 2
+    drafter = lookup(tokens)
+    for token in cycle * 10:
+        drafter.propose(token, 8, 8)
+        tokens.append(token)
+    before = drafter.accuracy[LONGEST]
+    assert 0.99 < before < 1
+    drafter.propose(99, 8, 8)
+    assert drafter.accuracy[LONGEST] == pytest.approx(before * (1 - 1 / MEMORY))
 
 
 def test_wrong_copies_stop_drafting_and_right_ones_start_it_again() -> None:

@@ -13,11 +13,10 @@ target's own tokens. So one teacher-forced pass tells exactly what chains of eve
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,19 @@ import numpy.typing as npt
 import torch
 
 from speccompile.compiler.checkpoint import Source
-from speccompile.compiler.draft_model import DraftModel, cut_lm_head, cut_model, own_tensors, set_lm_head, shared_names
+from speccompile.compiler.draft_model import (
+    DraftModel,
+    cut_lm_head,
+    cut_model,
+    fingerprint_own,
+    own_tensors,
+    set_lm_head,
+    shared_names,
+)
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.tree import AdaptiveChain
 from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths
-from speccompile.tools.training.medusa import DataSummary, is_held_out, schedule, survey
+from speccompile.tools.training.medusa import is_held_out, schedule, survey
 
 CHECKPOINT_FILE = "draft-training.pt"
 GRADIENT_CLIP = 1.0
@@ -130,8 +137,8 @@ def shuffled_batches(paths: Sequence[Path], batch: int, seed: int, epoch: int) -
 # ---- model ----
 
 
-def states_of(model: Any, batch: Batch) -> torch.Tensor:
-    """[N,F]: what the model's lm_head reads at the positions of a batch that predict its answers."""
+def states_of(model: Any, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """[N,F]: what the model's lm_head reads at the N `wanted` positions (bool [B,T]) of `ids` (int64 [B,T])."""
     seen: list[torch.Tensor] = []
 
     def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -139,8 +146,8 @@ def states_of(model: Any, batch: Batch) -> torch.Tensor:
         return (args[0][:1, :1],)  # logits of the rest are not wanted
 
     with _before_lm_head(model, keep):
-        model(input_ids=batch.ids, use_cache=False)
-    return seen[0][batch.predicts]
+        model(input_ids=ids, use_cache=False)
+    return seen[0][wanted]
 
 
 def logits_of(model: Any, states: torch.Tensor) -> torch.Tensor:
@@ -167,8 +174,8 @@ def _before_lm_head(model: Any, hook: Callable[..., tuple[torch.Tensor, ...]]) -
 def divergence(guesses: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted sum over N positions of KL(softmax(labels) || softmax(guesses)), for logits float32 [N,Vd].
 
-    Left in `guesses.grad` is nothing; its gradient, weights * (softmax(guesses) - softmax(labels)), comes with
-    `backward`. Written out because logits of thousands of positions are what this training spends its time on.
+    Its gradient is weights * (softmax(guesses) - softmax(labels)), written out because passes over the logits are what
+    this training spends its time on. `labels` and `weights` (float32 [N]) get none.
     """
     result: torch.Tensor = _Divergence.apply(guesses, labels, weights)
     return result
@@ -192,20 +199,121 @@ class _Divergence(torch.autograd.Function):
 # ---- training ----
 
 
-class Distillation:
-    """Draft, optimiser and progress: what a checkpoint holds."""
+def train_draft(
+    shards: Path,
+    target: Source,
+    *,
+    work: Path,
+    settings: Settings = Settings(),
+    init: DraftModel | None = None,
+    device: str = "cpu",
+    checkpoint_seconds: float = 60.0,
+    report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> tuple[DraftModel, dict[str, Any]]:
+    """Cut a draft out of `target` and train it on the shards of a folder.
 
-    def __init__(self, draft: DraftModel, data: DataSummary, vocab_size: int, device: str) -> None:
-        self.model, self.device = draft.model.to(device), torch.device(device)
-        cut_lm_head(self.model, data.token_ids.to(device))
-        shared = shared_names(self.model)
-        self.trained = {name: p for name, p in self.model.named_parameters() if name not in shared}
+    Killed and called again with the same arguments, it goes on from its last checkpoint and ends with the same
+    weights as a run that was left alone.
+
+    Args:
+        shards: folder of `conversations` that the target wrote.
+        work: folder for the checkpoint.
+        init: draft to start from, with its draft vocabulary; it must have the layers that `settings` choose.
+        device: "cpu" or "cuda".
+        checkpoint_seconds: time between checkpoints.
+        report: called after each step with its number, the number of all steps and the loss.
+
+    Returns:
+        the draft, and a JSON-able report: settings, layers, data, loss per epoch, seconds.
+
+    Raises:
+        CheckpointError: for unusable shards or settings, or a checkpoint in `work` that others of them made.
+    """
+    paths = shard_paths(shards)
+    if not paths:
+        raise CheckpointError(f"{shards}: holds no feature shards; make training data first.")
+    began = time.monotonic()
+    config = target.model.config.get_text_config()
+    taken = choose_layers(config.num_hidden_layers, settings.layers, settings.spacing)
+    if init is not None and init.taken != taken:
+        raise CheckpointError(
+            f"{init.path}: a draft of the target's layers {list(init.taken)} cannot start a training of layers "
+            f"{list(taken)}; give the same."
+        )
+    vocab_size, width = target.lm_head.weight.shape  # type: ignore[misc,union-attr]
+    chosen = None if init is None else init.token_ids
+    if init is not None and chosen is None:
+        chosen = torch.arange(vocab_size)
+    data = survey(paths, vocab_size, settings.draft_vocabulary, chosen)
+    if len(data.scale) != width:
+        raise CheckpointError(f"{shards}: features have width {len(data.scale)}, the lm_head has {width}.")
+    training_items = sum(len(read_side(path, False)) for path in paths)
+    epoch_steps = training_items // settings.batch
+    if not epoch_steps:
+        raise CheckpointError(
+            f"{shards}: {training_items} training conversations are less than one batch of {settings.batch}; "
+            f"make more data."
+        )
+    made_of = {
+        "settings": asdict(settings),
+        "target_fingerprint": target.fingerprint,
+        "init": init and init.fingerprint,
+        "shards": {path.name: path.stat().st_size for path in paths},
+    }
+    token_ids = None if len(data.token_ids) == vocab_size else data.token_ids
+    draft = init or cut_model(target, taken, token_ids)
+    head = draft.model.get_output_embeddings()
+    training = Distillation(draft.model, data.token_ids, vocab_size, device)
+    checkpoint = work / CHECKPOINT_FILE
+    training.resume(checkpoint, made_of)
+
+    steps, saved = epoch_steps * settings.epochs, time.monotonic()
+    for epoch in range(training.step // epoch_steps, settings.epochs):
+        batches = shuffled_batches(paths, settings.batch, settings.seed, epoch)
+        for number, items in enumerate(batches, epoch * epoch_steps):
+            if number < training.step:
+                continue  # done before the run was interrupted
+            loss = training.update(make_batch(items), settings.lr * schedule(number, steps))
+            report(training.step, steps, loss)
+            if time.monotonic() - saved >= checkpoint_seconds:
+                training.save(checkpoint, made_of)
+                saved = time.monotonic()
+        training.save(checkpoint, made_of)
+
+    set_lm_head(draft.model.cpu(), head.cpu())
+    draft = replace(draft, token_ids=token_ids, fingerprint=fingerprint_own(draft.model, token_ids))
+    return draft, {
+        "settings": asdict(settings),
+        "layers": list(taken),
+        "training_tokens": data.training,
+        "held_out_tokens": data.held_out,
+        "coverage": data.coverage,
+        "loss": np.array(training.losses).reshape(settings.epochs, epoch_steps).mean(1).tolist(),
+        "training_dtype": str(training.dtype).removeprefix("torch."),
+        "seconds": time.monotonic() - began,
+    }
+
+
+class Distillation:
+    """Draft, optimiser and progress: what a checkpoint holds.
+
+    Args:
+        model: the draft; its lm_head is cut to the draft vocabulary here.
+        token_ids: int64 [Vd], the draft vocabulary.
+        vocab_size: tokens of the target.
+    """
+
+    def __init__(self, model: Any, token_ids: torch.Tensor, vocab_size: int, device: str) -> None:
+        cut_lm_head(model, token_ids)
+        self.model, self.device = model.to(device), torch.device(device)
+        shared = shared_names(model)
+        self.trained = {name: weight for name, weight in model.named_parameters() if name not in shared}
         self.optimizer = torch.optim.AdamW(self.trained.values(), betas=(0.9, 0.95), weight_decay=0.0)
         self.losses: list[float] = []  # one per step
         self.known = torch.zeros(vocab_size, dtype=torch.bool)
-        self.known[data.token_ids] = True
+        self.known[token_ids] = True
         native = device != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
-        self.dtype = torch.bfloat16 if native else torch.float32
+        self.dtype = torch.bfloat16 if native else torch.float32  # bfloat16 where the hardware multiplies it
 
     @property
     def step(self) -> int:
@@ -215,24 +323,205 @@ class Distillation:
         """One step at learning rate `rate`; returns the loss before it: the divergence per position, in nats."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        counted = self.known[batch.answers].to(self.device)
-        weights = counted / counted.sum().clamp_min(1)
-        batch = Batch(*(part.to(self.device) for part in (batch.ids, batch.predicts, batch.answers, batch.features)))
-        total = 0.0
         self.optimizer.zero_grad()
-        # The logits are the largest tensors of the training: a chunk at a time, each freed before the next.
+        self.losses.append(self.backward(batch))
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), GRADIENT_CLIP)
+        self.optimizer.step()
+        return self.losses[-1]
+
+    def backward(self, batch: Batch) -> float:
+        """The loss of a batch; its gradient is added to the trained weights' own."""
+        counted = self.known[batch.answers]
+        weights = (counted / counted.sum().clamp_min(1)).to(self.device)
+        features = batch.features.to(self.device)
+        total = 0.0
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            states = states_of(self.model, batch)
+            states = states_of(self.model, batch.ids.to(self.device), batch.predicts.to(self.device))
             leaf = states.detach().float().requires_grad_()
+            # The logits are the largest tensors of the training: a chunk at a time, each freed before the next.
             for start in range(0, len(leaf), CHUNK):
                 rows = slice(start, start + CHUNK)
                 with torch.no_grad():
-                    labels = logits_of(self.model, batch.features[rows].float())
+                    labels = logits_of(self.model, features[rows].float())
                 loss = divergence(logits_of(self.model, leaf[rows]), labels, weights[rows])
                 loss.backward()
                 total += loss.item()
+        assert leaf.grad is not None
         states.backward(leaf.grad.to(states.dtype))
-        torch.nn.utils.clip_grad_norm_(self.trained.values(), GRADIENT_CLIP)
-        self.optimizer.step()
-        self.losses.append(total)
         return total
+
+    def save(self, file: Path, made_of: dict[str, Any]) -> None:
+        """Write the checkpoint; an interruption leaves the one before."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        weights = {name: weight.detach() for name, weight in self.trained.items()}
+        state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "losses": self.losses}
+        torch.save(state | {"made_of": made_of}, partial)
+        partial.replace(file)
+
+    def resume(self, file: Path, made_of: dict[str, Any]) -> None:
+        """Read the checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: when it is unreadable, or was made with other settings or data.
+        """
+        if not file.exists():
+            return
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes make the unpickler raise nearly anything
+            raise CheckpointError(f"{file}: not a training checkpoint ({type(error).__name__}); delete it.") from error
+        for key, value in made_of.items():
+            if state["made_of"][key] != value:
+                raise CheckpointError(
+                    f"{file}: made with {key} {state['made_of'][key]}, this run has {value}; "
+                    f"give the same again to go on, or delete the file to start over."
+                )
+        with torch.no_grad():
+            for name, weight in self.trained.items():
+                weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses = state["losses"]
+
+
+# ---- measuring ----
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the draft says along one held-out answer of N tokens, having read the tokens before.
+
+    Args:
+        right: bool [N]: its first guess is the answer's token.
+        confidence: float32 [N]: the probability it gives that guess.
+        divergence: float32 [N]: from the target to it over the draft vocabulary, in nats; NaN where the answer's token
+            is outside.
+    """
+
+    right: npt.NDArray[np.bool_]
+    confidence: npt.NDArray[np.float32]
+    divergence: npt.NDArray[np.float32]
+
+
+def measure(draft: DraftModel, paths: Sequence[Path], *, device: str = "cpu", batch: int = 16) -> list[Measured]:
+    """The draft on every held-out answer, in float32, as the runtime has it."""
+    model, head = draft.model, draft.model.get_output_embeddings()
+    token_ids = torch.arange(len(head.weight)) if draft.token_ids is None else draft.token_ids
+    known = torch.zeros(len(head.weight), dtype=torch.bool)
+    known[token_ids] = True
+    items = sorted((item for path in paths for item in read_side(path, True)), key=lambda item: len(item.answer))
+    found: list[Measured] = []
+    cut_lm_head(model, token_ids)
+    try:
+        model.to(device)
+        for start in range(0, len(items), batch):
+            side = items[start : start + batch]
+            data = make_batch(side)
+            with torch.no_grad():
+                states = states_of(model, data.ids.to(device), data.predicts.to(device))
+                columns = [
+                    _guesses(model, states[first : first + CHUNK], data.features[first : first + CHUNK].to(device))
+                    for first in range(0, len(states), CHUNK)
+                ]
+            guesses, confidence, divergence = (torch.cat(parts) for parts in zip(*columns, strict=True))
+            right = token_ids[guesses] == data.answers
+            divergence[~known[data.answers]] = float("nan")
+            ends = np.cumsum([len(item.answer) for item in side])[:-1]
+            parts = (np.split(column.numpy(), ends) for column in (right, confidence, divergence))
+            found += [Measured(*columns) for columns in zip(*parts, strict=True)]
+    finally:
+        set_lm_head(model.cpu(), head.cpu())
+    return found
+
+
+def _guesses(model: Any, states: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Per position: the best draft id, its probability, the divergence from the target; on the CPU."""
+    ours, theirs = (logits_of(model, rows.float()).log_softmax(-1) for rows in (states, features))
+    best = ours.max(-1)
+    return best.indices.cpu(), best.values.exp().cpu(), (theirs.exp() * (theirs - ours)).sum(-1).cpu()
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Greedy decoding of the measured answers with chains: rounds, tokens out of them, tokens drafted."""
+
+    rounds: int
+    emitted: int
+    drafted: int
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """Bonus included."""
+        return self.emitted / max(self.rounds, 1)
+
+    def speedup(self, draft_cost: float, row_cost: float) -> float:
+        """Over plain decoding, whose steps cost 1, when a drafted token costs `draft_cost` and its row `row_cost`."""
+        return self.emitted / max(self.rounds + self.drafted * (draft_cost + row_cost), 1e-9)
+
+
+def walk(answers: Sequence[Measured], longest: int, confidence: float = 0.0) -> Walk:
+    """What chains of up to `longest` tokens, ending behind a guess less sure than `confidence`, come to.
+
+    The first token of an answer comes with the prompt; nothing is drafted past the last.
+    """
+    rounds = emitted = drafted = 0
+    for answer in answers:
+        count = len(answer.right)
+        until_wrong = _distance(~answer.right)
+        until_unsure = _distance(answer.confidence < confidence) + 1  # the unsure guess is drafted
+        place = 1
+        while place < count:
+            length = min(longest, int(until_unsure[place]), count - place)
+            out = min(min(int(until_wrong[place]), length) + 1, count - place)
+            rounds, emitted, drafted, place = rounds + 1, emitted + out, drafted + length, place + out
+    return Walk(rounds, emitted, drafted)
+
+
+def _distance(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """int64 [N]: steps from each place to the next mark, its own included; to the end when there is none."""
+    places = np.arange(len(marks))
+    following = np.where(marks, places, len(marks))
+    return np.minimum.accumulate(following[::-1])[::-1] - places
+
+
+def recommend(answers: Sequence[Measured], draft_cost: float, row_cost: float = ROW_COST) -> tuple[AdaptiveChain, Walk]:
+    """The chain with the best speed-up on the measured answers, and what it comes to."""
+    options = [AdaptiveChain(length, sure) for length in range(1, LONGEST_CHAIN + 1) for sure in CONFIDENCES]
+    walks = [walk(answers, option.longest, option.confidence) for option in options]
+    best = max(range(len(options)), key=lambda index: walks[index].speedup(draft_cost, row_cost))
+    return options[best], walks[best]
+
+
+def cost_ratio(draft: DraftModel, target: Source) -> float:
+    """Weights read to draft a token over weights read by a plain step: small models spend their time reading them."""
+    rows = draft.model.get_output_embeddings().weight.numel()
+    cut = rows if draft.token_ids is None else rows * len(draft.token_ids) // len(target.lm_head.weight)  # type: ignore[arg-type]
+    own = sum(tensor.numel() for tensor in own_tensors(draft.model).values()) + cut
+    whole = sum(weight.numel() for weight in target.model.parameters())
+    if target.model.get_input_embeddings().weight is not target.lm_head.weight:
+        whole -= target.model.get_input_embeddings().weight.numel()  # of an embedding one row is read
+    return own / whole
+
+
+def figures(answers: Sequence[Measured]) -> dict[str, Any]:
+    """Held-out figures, JSON-able. An answer's first token, which is never drafted, is left out.
+
+    Returns:
+        `agreement`: how often the first guess is the target's token; `chain` [LONGEST_CHAIN]: how often the first
+        1, 2, ... guesses of a chain are all right, from every position with that many tokens behind it;
+        `divergence`: nats per token; `mean_accepted_tokens_by_chain`: of chains of a fixed length, bonus included.
+    """
+    right = [answer.right[1:] for answer in answers]
+    chain = []
+    for length in range(1, LONGEST_CHAIN + 1):
+        windows = [np.lib.stride_tricks.sliding_window_view(row, length).all(-1) for row in right if len(row) >= length]
+        chain.append(float(np.concatenate(windows).mean()) if windows else 0.0)
+    return {
+        "positions": sum(map(len, right)),
+        "agreement": float(np.concatenate(right).mean()),
+        "divergence": float(np.nanmean(np.concatenate([answer.divergence[1:] for answer in answers]))),
+        "chain": chain,
+        "mean_accepted_tokens_by_chain": {
+            str(length): walk(answers, length).mean_accepted_tokens for length in range(1, LONGEST_CHAIN + 1)
+        },
+    }

@@ -1,4 +1,4 @@
-"""`speccompile train medusa`: model -> graph -> conversations with features -> heads, tree and card."""
+"""`speccompile train`: model -> graph -> conversations with features -> heads or draft model, tree and card."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 
 from speccompile.compiler.build import write_target
 from speccompile.compiler.checkpoint import Source, read_model
+from speccompile.compiler.draft_model import check_dtype, read_draft, write_draft
 from speccompile.compiler.medusa_heads import read_heads, write_heads
 from speccompile.compiler.publish import staged
 from speccompile.graphs.errors import CheckpointError
-from speccompile.graphs.target import survey
+from speccompile.graphs.target import TargetTail, survey
+from speccompile.graphs.tree import DraftTree
 from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.tools.training.conversations import (
     OPENINGS,
@@ -26,12 +28,15 @@ from speccompile.tools.training.conversations import (
     read_questions,
     shard_paths,
 )
+from speccompile.tools.training.draft import ROW_COST, cost_ratio, figures, measure, recommend, train_draft
+from speccompile.tools.training.draft import Settings as DraftSettings
 from speccompile.tools.training.medusa import Settings, held_out_ranks, train_medusa
 from speccompile.tools.training.tree_search import best_tree_measured, mean_accepted_tokens, path_frequencies
 
 USER_WORDS = "USER WORDS GO HERE"
 TREE_SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 64)  # nodes, the root included
 DATA_LENGTH = 2048  # positions of the graph that makes data
+CONVERSATIONS = "conversations"  # folder of the shards
 
 Report = Callable[[str], None]
 
@@ -72,11 +77,7 @@ def train_medusa_heads(
     """
     started = time.monotonic()
     with staged(out) as folder:
-        report("reading the model")
-        source = read_model(model)
-        work.mkdir(parents=True, exist_ok=True)
-        made = _make_data(source, work, tokens, rows, seed, data, report)
-        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        source, made = _prepare(model, work, tokens, rows, seed, data, report)
         lm_head = source.lm_head.weight.detach()
         settings = Settings(
             heads=heads,
@@ -87,34 +88,112 @@ def train_medusa_heads(
             seed=seed,
         )
         trained, results = train_medusa(
-            work / "conversations",
+            work / CONVERSATIONS,
             lm_head,  # type: ignore[arg-type]
             lm_head_bias=bias.detach() if (bias := getattr(source.lm_head, "bias", None)) is not None else None,
             work=work / "checkpoint",
             settings=settings,
             init=None if init is None else read_heads(init),
-            device=chosen,
+            device=_device(device),
             target_fingerprint=source.fingerprint,
-            report=lambda step, steps, loss: report(f"training: step {step:,} of {steps:,}, loss {loss:.2f}"),
+            report=_show_steps(report),
         )
         report("measuring trees")
-        shards = shard_paths(work / "conversations")
+        shards = shard_paths(work / CONVERSATIONS)
         ranks = held_out_ranks(trained, shards, lm_head)  # type: ignore[arg-type]
         tree = best_tree_measured(ranks, tree_nodes - 1)
         sizes = [size for size in TREE_SIZES if size - 1 <= len(path_frequencies(ranks))]
         fixed = {str(n): mean_accepted_tokens(best_tree_measured(ranks, n - 1), ranks) for n in sizes}
         card = {
-            "method": "medusa",
-            "target": source.architecture,
-            "target_fingerprint": source.fingerprint,
-            "data": {"source": data.name if data else "self-made", "answer_tokens": made, "seed": seed},
+            **_about("medusa", source, data, made, seed),
             **results,
             "mean_accepted_tokens_by_tree_nodes": fixed,
             "hours": (time.monotonic() - started) / 3600,
         }
         write_heads(trained, folder)
-        (folder / "tree.json").write_text(json.dumps(tree.to_json()) + "\n", "utf-8")
-        (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n", "utf-8")
+        _write_beside(folder, tree, card)
+    return card
+
+
+def train_draft_model(
+    model: Path,
+    out: Path,
+    work: Path,
+    *,
+    layers: int,
+    spacing: str,
+    tokens: int,
+    draft_vocabulary: int,
+    epochs: int,
+    rows: int,
+    seed: int,
+    device: str,
+    dtype: str = "int8",
+    data: Path | None = None,
+    init: Path | None = None,
+    lr: float = DraftSettings.lr,
+    report: Report = lambda _: None,
+) -> dict[str, Any]:
+    """Cut a draft model out of a model, distil it on the model's own answers and publish it at `out`.
+
+    Args:
+        work, tokens, data: as in `train_medusa_heads`; both can go on in the same folder, with the same data.
+        layers: how many of the model's layers to take.
+        spacing: "even" (from the first to the last) or "first".
+        draft_vocabulary: most frequent tokens to draft; 0 keeps all.
+        dtype: what the weights are written as, "fp16" or "int8"; the card is measured on what was written.
+        init: draft to start from, with its layers and draft vocabulary.
+
+    Returns:
+        the card: settings, counts, held-out agreement and chains, the recommended tree, seconds.
+
+    Raises:
+        CheckpointError: when `out` exists already, the model has no chat template to make data with, or the layers
+            cannot be taken.
+    """
+    started = time.monotonic()
+    with staged(out) as folder:
+        check_dtype(dtype)
+        source, made = _prepare(model, work, tokens, rows, seed, data, report)
+        chosen = _device(device)
+        settings = DraftSettings(
+            layers=layers,
+            spacing=spacing,
+            draft_vocabulary=draft_vocabulary or len(source.lm_head.weight),  # type: ignore[arg-type]
+            epochs=epochs,
+            lr=lr,
+            seed=seed,
+        )
+        trained, results = train_draft(
+            work / CONVERSATIONS,
+            source,
+            work=work / "checkpoint",
+            settings=settings,
+            init=None if init is None else read_draft(init, source),
+            device=chosen,
+            report=_show_steps(report),
+        )
+        write_draft(trained, folder, dtype)
+        report("measuring chains")
+        written = read_draft(folder, source)
+        answers = measure(written, shard_paths(work / CONVERSATIONS), device=chosen)
+        cost = cost_ratio(written, source)
+        tree, walked = recommend(answers, cost)
+        card = {
+            **_about("draft", source, data, made, seed),
+            **results,
+            **figures(answers),
+            "dtype": dtype,
+            "recommended": {
+                **tree.to_json(),
+                "mean_accepted_tokens": walked.mean_accepted_tokens,
+                "drafted_per_round": walked.drafted / max(walked.rounds, 1),
+                "expected_speedup": walked.speedup(cost, ROW_COST),
+                "assumed_costs": {"draft_token": cost, "row": ROW_COST},
+            },
+            "hours": (time.monotonic() - started) / 3600,
+        }
+        _write_beside(folder, tree, card)
     return card
 
 
@@ -138,13 +217,46 @@ def turn_tokens(source: Source) -> TurnTokens:
     return TurnTokens(prefix, suffix, frozenset({*source.eos_ids, suffix[0]}), openings)
 
 
+def _prepare(
+    model: Path, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report
+) -> tuple[Source, int]:
+    """The model, once there are conversations of it in `work`, and their answer tokens."""
+    report("reading the model")
+    source = read_model(model)
+    work.mkdir(parents=True, exist_ok=True)
+    return source, _make_data(source, work, tokens, rows, seed, data, report)
+
+
+def _device(wanted: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def _show_steps(report: Report) -> Callable[[int, int, float], None]:
+    return lambda step, steps, loss: report(f"training: step {step:,} of {steps:,}, loss {loss:.2f}")
+
+
+def _about(method: str, source: Source, data: Path | None, made: int, seed: int) -> dict[str, Any]:
+    """How every card begins."""
+    return {
+        "method": method,
+        "target": source.architecture,
+        "target_fingerprint": source.fingerprint,
+        "data": {"source": data.name if data else "self-made", "answer_tokens": made, "seed": seed},
+    }
+
+
+def _write_beside(folder: Path, tree: DraftTree, card: dict[str, Any]) -> None:
+    (folder / "tree.json").write_text(json.dumps(tree.to_json()) + "\n", "utf-8")
+    (folder / "card.json").write_text(json.dumps(card, indent=1) + "\n", "utf-8")
+
+
 def _make_data(source: Source, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report) -> int:
     graph = work / "graph"
     if not (graph / "target.onnx").is_file():
         with staged(graph, replace=True) as folder:
             limit = min(DATA_LENGTH, source.model.config.get_text_config().max_position_embeddings)
-            write_target(source, survey(source.model, limit), folder, True, report)
-    folder = work / "conversations"
+            write_target(source, survey(source.model, limit), folder, TargetTail(True), report)
+    folder = work / CONVERSATIONS
     shards = len(list(folder.glob("shard-*.safetensors")))
     questions: Iterator[list[int]] | None = None
     if data is not None:
@@ -168,4 +280,4 @@ def _make_data(source: Source, work: Path, tokens: int, rows: int, seed: int, da
     return make_conversations(source_of_data, folder, tokens, show)
 
 
-__all__ = ["train_medusa_heads", "turn_tokens"]
+__all__ = ["train_draft_model", "train_medusa_heads", "turn_tokens"]
