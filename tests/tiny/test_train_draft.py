@@ -45,7 +45,7 @@ from speccompile.tools.training.pipeline import train_draft_model
 from tests.tiny.models import VOCAB, tiny_model
 
 PROMPT, SHORTEST, LONGEST = 6, 12, 30
-SETTINGS = Settings(layers=2, draft_vocabulary=VOCAB, epochs=14, lr=3e-3, batch=8)
+SETTINGS = Settings(layers=2, draft_vocabulary=VOCAB, epochs=14, lr=2e-2, batch=8)
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +371,18 @@ def test_every_training_conversation_comes_once_an_epoch(shards: Path, monkeypat
 
 def _lengths(shards: Path) -> list[list[range]]:
     return [[range(len(item.answer)) for item in items] for items in shuffled_batches(shard_paths(shards), 8, 0, 0)]
+
+
+def test_a_step_moves_every_tensor_by_the_same_share_of_its_size(target: Source) -> None:
+    model = cut_model(target, [0, 2]).model
+    with torch.no_grad():
+        model.model.norm.weight *= 40
+    distillation = Distillation(model, torch.arange(VOCAB), VOCAB, "cpu")
+    before = {name: weight.detach().clone() for name, weight in distillation.trained.items()}
+    distillation.update(make_batch(conversations(target, 4, seed=2)), rate=1e-2)
+    for name, weight in distillation.trained.items():  # Adam's first step is the sign of the gradient
+        moved = (weight.detach() - before[name]).abs().median() / before[name].square().mean().sqrt()
+        assert float(moved) == pytest.approx(1e-2, rel=0.05), name
 
 
 def test_held_out_conversations_are_never_trained_on(
