@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from torch import nn
 
 from speccompile.compiler.checkpoint import Source, read_model
@@ -35,16 +37,16 @@ from speccompile.graphs.manifest import (
     file_info,
 )
 from speccompile.graphs.medusa import MedusaModule, export_medusa
-from speccompile.graphs.passes import clean, finish_gqa_target
-from speccompile.graphs.settings import LookaheadSettings, LookupSettings
+from speccompile.graphs.passes import clean, finish_gqa_target, quantise
+from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSettings
 from speccompile.graphs.target import OPSET, Survey, TargetTail, survey, trace_gqa
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, load_tree
 from speccompile.runtime.decoder import load
 
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
+DRAFT_PRECISIONS = ("int8", "fp32")
 DRAFT_TREE = AdaptiveChain(8, 0.4)
-LOOKUP_TREE = DynamicTree(16, 0.1)
 TOKEN_MAP_FILE = "draft_tokens.npy"
 PROOF_CAPACITY = 1024  # tokens a sequence may hold while the bundle is proved
 VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
@@ -62,6 +64,7 @@ def build(
     lookahead: LookaheadSettings | None = None,
     lookup: LookupSettings | None = None,
     tree: DraftTree | None = None,
+    draft_precision: str = "int8",
     max_length: int | None = None,
     force: bool = False,
     report: Report = lambda _: None,
@@ -76,14 +79,16 @@ def build(
         lookahead: W, N and G of method lookahead.
         lookup: how method prompt-lookup looks up; with method medusa, its guesses join those of the heads.
         tree: draft tree; default: what comes with heads or draft model, else a small one that fits them.
+        draft_precision: of the weights that draft, "fp32" or "int8"; what is emitted never depends on it.
         max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
         report: called with what is being done.
 
     Raises:
         SpecCompileError: naming what is wrong; nothing is left behind.
     """
-    _check_parts(method, heads, draft, lookahead, lookup, tree)
-    with staged(out, force) as folder:
+    _check_parts(method, heads, draft, lookahead, lookup, tree, draft_precision)
+    with staged(out, force) as folder, TemporaryDirectory() as scratch:
+        exact = Path(scratch) if draft_precision != "fp32" and method in ("medusa", "draft") else None
         report("reading the model")
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
@@ -102,10 +107,10 @@ def build(
         draft_info = None
         if drafted:
             report("tracing the heads")
-            graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder)
+            graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder, exact)
         if small:
             with _refusing(small):
-                graphs["draft"], draft_info = write_draft_graph(small, chosen, limit, folder, report)
+                graphs["draft"], draft_info = write_draft_graph(small, chosen, limit, folder, exact, report)
         report("writing the tokenizer")
         tokenizer = write_tokenizer(source, folder)
         manifest = Manifest(
@@ -126,7 +131,8 @@ def build(
         write_manifest(manifest, folder)
         eager_heads = medusa_module(source, drafted, _top_k(drafted, chosen)) if drafted else None
         try:
-            proof = prove(load(folder, check_hashes=False, capacity=PROOF_CAPACITY), source, eager_heads, small, report)
+            decoder = load(folder, check_hashes=False, capacity=PROOF_CAPACITY)
+            proof = prove(decoder, source, eager_heads, small, report, exact)
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
         manifest = replace(manifest, proof=proof)
@@ -190,16 +196,20 @@ def write_target(source: Source, found: Survey, folder: Path, tail: TargetTail, 
 
 
 def write_draft_graph(
-    draft: DraftModel, tree: DraftTree, limit: int, folder: Path, report: Report
+    draft: DraftModel, tree: DraftTree, limit: int, folder: Path, exact: Path | None, report: Report
 ) -> tuple[GraphInfo, DraftInfo]:
-    """Trace and write draft.onnx, on what it can of the target's weights, and the ids of its tokens."""
+    """Trace and write draft.onnx, on what it can of the target's weights, and the ids of its tokens.
+
+    Args:
+        exact: folder for the graph as it was traced; what is written to `folder` is then rounded to int8.
+    """
     report("tracing the draft model")
     found = survey(draft.model, min(limit, draft.max_length or limit))
     ids = draft.token_ids
     top_k = min(
         max(DEFAULT_TOP_K, max(tree.ranks) + 1) if isinstance(tree, TokenTree) else DEFAULT_TOP_K, found.vocab_size
     )
-    info = _write_model(draft.model, found, DraftTail(ids, top_k), folder, "draft", report, owner="target")
+    info = _write_model(draft.model, found, DraftTail(ids, top_k), folder, "draft", report, exact, owner="target")
     if ids is not None:
         np.save(folder / TOKEN_MAP_FILE, ids.numpy())
     return info, DraftInfo(
@@ -215,7 +225,14 @@ def write_draft_graph(
 
 
 def _write_model(
-    model: Any, found: Survey, tail: nn.Module, folder: Path, name: str, report: Report, owner: str | None = None
+    model: Any,
+    found: Survey,
+    tail: nn.Module,
+    folder: Path,
+    name: str,
+    report: Report,
+    exact: Path | None = None,
+    owner: str | None = None,
 ) -> GraphInfo:
     graph = trace_gqa(model, found, tail)
     clean(graph)
@@ -223,8 +240,17 @@ def _write_model(
     report(f"fusing the {name}")
     finish_gqa_target(graph)
     report(f"writing the {name}")
+    precision = _write_rounded(graph, folder, name, exact, owner)
+    return GraphInfo(f"{name}.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
+
+
+def _write_rounded(graph: ir.Model, folder: Path, name: str, exact: Path | None, owner: str | None) -> str:
+    """Write a graph, in int8 when there is a folder for the exact one; the precision."""
+    if exact is not None:
+        write_graph(graph, exact, name)
+        quantise(graph)
     write_graph(graph, folder, name, owner)
-    return GraphInfo(f"{name}.onnx", "gqa", OPSET, "fp32", len(list(graph.graph)), traced)
+    return "fp32" if exact is None else "int8"
 
 
 def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModule:
@@ -241,12 +267,15 @@ def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModul
     ).eval()
 
 
-def write_heads_graph(source: Source, heads: MedusaHeads, tree: DraftTree, folder: Path) -> GraphInfo:
-    """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten)."""
+def write_heads_graph(
+    source: Source, heads: MedusaHeads, tree: DraftTree, folder: Path, exact: Path | None = None
+) -> GraphInfo:
+    """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten); `exact` as in
+    `write_draft_graph`."""
     graph = export_medusa(medusa_module(source, heads, _top_k(heads, tree)))
     nodes = len(list(graph.graph))
-    write_graph(graph, folder, "medusa", owner="target")
-    return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], "fp32", nodes, nodes)
+    precision = _write_rounded(graph, folder, "medusa", exact, owner="target")
+    return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], precision, len(list(graph.graph)), nodes)
 
 
 def write_tokenizer(source: Source, folder: Path) -> TokenizerInfo:
@@ -286,10 +315,15 @@ def _check_parts(
     lookahead: LookaheadSettings | None,
     lookup: LookupSettings | None,
     tree: DraftTree | None,
+    draft_precision: str,
 ) -> None:
     """Refuse what the method has no use for, before anything is read."""
     if method not in METHODS:
         raise SpecCompileError(f"--method: '{method}' is unknown; use one of {', '.join(METHODS)}.")
+    if draft_precision not in DRAFT_PRECISIONS:
+        raise SpecCompileError(
+            f"--draft-precision: '{draft_precision}' is unknown; use one of {', '.join(DRAFT_PRECISIONS)}."
+        )
     for option, value, methods in (
         ("--heads", heads, ("medusa",)),
         ("--draft", draft, ("draft",)),
@@ -328,7 +362,9 @@ def _default_tree(
         return TokenTree.from_paths([*([0] * depth for depth in range(1, heads.num_heads + 1)), [1], [2]])
     if lookahead is not None:
         return DynamicTree(lookahead.nodes)
-    return {"draft": DRAFT_TREE, "prompt-lookup": LOOKUP_TREE}.get(method, ROOT_ALONE)
+    if method == "draft":
+        return DRAFT_TREE
+    return LOOKUP_TREE if method == "prompt-lookup" else ROOT_ALONE
 
 
 def _top_k(heads: MedusaHeads, tree: DraftTree) -> int:

@@ -95,6 +95,13 @@ def commands() -> None:
     help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N[-FLOOR], for draft models adaptive-N[-CONFIDENCE]) "
     "or a JSON file. Default: the one that comes with heads or draft model.",
 )
+@click.option(
+    "--draft-precision",
+    type=click.Choice(["int8", "fp32"]),
+    default="int8",
+    show_default=True,
+    help="Of the weights that draft; what is emitted never depends on it.",
+)
 @click.option("--out", type=PATH, help="Folder of the bundle. Default: MODEL-METHOD.bundle in the current folder.")
 @click.option(
     "--max-length", type=int, help="Most tokens of prompt and answer. Default: the model's limit, at most 8192."
@@ -113,6 +120,7 @@ def build(
     match: str | None,
     also: str | None,
     tree: str | None,
+    draft_precision: str,
     out: Path | None,
     max_length: int | None,
     force: bool,
@@ -153,6 +161,7 @@ def build(
             lookahead=lookahead,
             lookup=lookup,
             tree=_tree(tree),
+            draft_precision=draft_precision,
             max_length=max_length,
             force=force,
             report=report,
@@ -367,6 +376,44 @@ def train_medusa(model: Path, out: Path, work: Path | None, as_json: bool, **opt
     for head, (row, chain) in enumerate(zip(card["accuracy"], card["chain"], strict=True)):
         table.add_row(str(head), f"{row[0]:.3f}", f"{sum(row[:3]):.3f}", f"{sum(row[:10]):.3f}", f"{chain:.3f}")
     notes.print(table)
+    notes.print(f"wrote [bold]{out}[/bold]")
+
+
+@train.command("draft")
+@click.argument("model", type=PATH)
+@click.option("--out", type=PATH, required=True, help="Folder of the draft model.")
+@click.option("--layers", type=int, default=2, show_default=True, help="Layers of MODEL to take.")
+@click.option("--spacing", type=click.Choice(["even", "first"]), default="even", show_default=True)
+@click.option("--work", type=PATH, help="Folder for data and checkpoints, to resume from. Default: OUT.work")
+@click.option("--data", type=PATH, help="JSONL with user turns to answer, instead of turns the model writes itself.")
+@click.option("--init", type=PATH, help="Draft to start from, instead of MODEL's own layers.")
+@click.option("--lr", type=float, default=5e-3, show_default=True, help="Largest step, as a share of a tensor's size.")
+@click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make.")
+@click.option(
+    "--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all."
+)
+@click.option("--epochs", type=int, default=3, show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["int8", "fp16"]), default="int8", show_default=True, help="Of what is written."
+)
+@click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def train_draft(model: Path, out: Path, work: Path | None, as_json: bool, **options: Any) -> None:
+    """Cut a draft model out of MODEL and distil it on MODEL's own answers."""
+    from speccompile.tools.training.pipeline import train_draft_model
+
+    with progress(as_json) as report:
+        card = train_draft_model(model, out, work or out.with_name(f"{out.name}.work"), report=report, **options)
+    if as_json:
+        click.echo(json.dumps(card))
+        return
+    best = card["recommended"]
+    notes.print(
+        f"held out: {100 * card['agreement']:.1f} % of its guesses are the target's; "
+        f"{best['mean_accepted_tokens']:.2f} tokens a round, {best['expected_speedup']:.2f}x expected"
+    )
     notes.print(f"wrote [bold]{out}[/bold]")
 
 

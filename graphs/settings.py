@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speccompile.graphs.errors import SettingsError
+from speccompile.graphs.tree import DynamicTree
+
+LOOKUP_TREE = DynamicTree(12, 0.12)
+"""For prompt lookup: on two cores, a row of the target call costs about 0.07 of a plain step, and wrong guesses nothing
+but that; above the floor a guess pays with some margin, for its probability is an estimate."""
 
 LONGEST_NGRAM = 32  # longer ones find nothing that these do not
 

@@ -181,7 +181,8 @@ class Decoder:
 
         Args:
             prompt: text (encoded as it is), token ids, or chat messages [{"role": ..., "content": ...}].
-            temperature: 0 is greedy. With a seed, the same tokens come out with and without speculation.
+            temperature: 0 is greedy. With a seed, the same tokens come out with and without speculation, unless a draft
+                model draws its guesses from the same numbers; then only the distribution is the same.
             processor: called with (token ids so far, logits [V]); returns the logits to use.
             stop: strings that end the answer; they are not part of its text.
             speculate: False decodes plainly with the same graph.

@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from speccompile.graphs.errors import SpecCompileError
-from speccompile.graphs.settings import LookaheadSettings, LookupSettings
+from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSettings
 from speccompile.graphs.tree import DraftTree, DynamicTree, read_tree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.backends.ort import available_cores
@@ -38,7 +38,6 @@ from speccompile.tools.prompts import MT_BENCH, Question, read_questions, spread
 
 TIE_GAP = 1e-4
 MOST_ORDERS = 720
-LOOKUP_TREE = DynamicTree(16, 0.1)
 PLAIN, TRANSFORMERS = "plain", "transformers"
 
 console = Console(stderr=True)
@@ -134,9 +133,10 @@ def lookup_variant(decoder: Decoder) -> Decoder:
 def lookahead_variant(decoder: Decoder, numbers: str) -> Decoder:
     """Lookahead with W,N,G, whatever the bundle was built for."""
     try:
-        settings = LookaheadSettings(*map(int, numbers.split(",")))
-    except (ValueError, TypeError) as error:
+        window, ngram, guesses = map(int, numbers.split(","))
+    except ValueError as error:
         raise SpecCompileError(f"--lookahead: '{numbers}' is not W,N,G; give three whole numbers.") from error
+    settings = LookaheadSettings(window, ngram, guesses)
     other = variant(decoder, DynamicTree(settings.nodes), method="lookahead", lookahead=settings, lookup=None)
     other.heads = other.draft = None
     return other

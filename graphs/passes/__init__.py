@@ -13,6 +13,7 @@ from speccompile.graphs.passes.derive_gqa_inputs import DeriveGqaInputs
 from speccompile.graphs.passes.fold_weights import FoldWeights
 from speccompile.graphs.passes.fuse_parallel_matmuls import FuseParallelMatMuls
 from speccompile.graphs.passes.fuse_skip_norm import FuseSkipNorm
+from speccompile.graphs.passes.pack_int8 import PackInt8
 from speccompile.graphs.passes.pack_qkv import PackQkv
 from speccompile.graphs.passes.rotary_into_gqa import RotaryIntoGqa
 
@@ -41,14 +42,22 @@ def finish_gqa_target(model: ir.Model) -> None:
     common.ClearMetadataAndDocStringPass()(model)
 
 
+def quantise(model: ir.Model) -> None:
+    """Weights of a finished drafting graph in int8."""
+    PackInt8()(model)
+    common.RemoveUnusedNodesPass()(model)
+
+
 __all__ = [
     "CancelLayout",
     "DeriveGqaInputs",
     "FoldWeights",
     "FuseParallelMatMuls",
     "FuseSkipNorm",
+    "PackInt8",
     "PackQkv",
     "RotaryIntoGqa",
     "clean",
     "finish_gqa_target",
+    "quantise",
 ]

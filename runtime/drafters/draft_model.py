@@ -368,13 +368,13 @@ def _draw_without_replacement(q: npt.NDArray[np.float64], count: int, uniform: C
 # ---- what to expect ----
 
 
-def expected_tokens(alpha: float, gamma: int) -> float:
+def expected_tokens(alpha: float, gamma: float) -> float:
     """Mean tokens of a round, the bonus included, when each of `gamma` guesses in a chain is accepted with probability
     `alpha` and independently: (1 - alpha^(gamma+1)) / (1 - alpha) (arXiv 2211.17192, equation 1)."""
     return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
-def predicted_speedup(alpha: float, beta: float, gamma: int) -> float:
+def predicted_speedup(alpha: float, beta: float, gamma: float) -> float:
     """Speed against plain decoding, when a draft call costs `beta` of a target call and verifying a chain costs as much
     as one plain step (arXiv 2211.17192, theorem 3.8)."""
     return expected_tokens(alpha, gamma) / (gamma * beta + 1)

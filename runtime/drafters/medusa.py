@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError
-from speccompile.graphs.tree import ROOT_ALONE, DraftTree, DynamicTree, TokenTree, grow
+from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, grow
 from speccompile.runtime.backends.ort import OrtHeads, StepOutput
 from speccompile.runtime.drafters.draft import Draft
 
@@ -21,16 +21,19 @@ class MedusaDrafter:
     is dynamic, the most probable one of its size by what the heads say this time.
 
     Raises:
-        BundleError: when a fixed tree is deeper or wider than what the heads give.
+        BundleError: when a fixed tree is deeper or wider than what the heads give, or the tree is a draft model's.
     """
 
     def __init__(self, heads: OrtHeads, tree: DraftTree) -> None:
+        if isinstance(tree, AdaptiveChain):
+            raise BundleError("tree: adaptive chains are for draft models; rebuild the bundle with another tree.")
         if isinstance(tree, TokenTree) and (tree.max_depth > heads.heads or max(tree.ranks) >= heads.top_k):
             raise BundleError(
                 f"tree: depth {tree.max_depth} and rank {max(tree.ranks)} need more than the {heads.heads} heads and "
                 f"top {heads.top_k} of this bundle; rebuild it with that tree."
             )
-        self.heads, self.tree = heads, tree
+        self.heads = heads
+        self.tree: TokenTree | DynamicTree = tree
         self.seconds = 0.0
         self._hidden: npt.NDArray[np.float32] | None = None
         self._pruned: dict[tuple[int, int], TokenTree] = {}

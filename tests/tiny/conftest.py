@@ -167,7 +167,7 @@ def fit_heads(features: torch.Tensor, labels: torch.Tensor, fingerprint: str) ->
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, tuned_heads: Path) -> Path:
     """The proved bundle of `tiny_checkpoint` with `tuned_heads` and TREE. Do not change it: copy it."""
     out = tmp_path_factory.mktemp("bundle") / "tiny.bundle"
-    build(tiny_checkpoint, out, heads=tuned_heads, tree=TREE)
+    build(tiny_checkpoint, out, heads=tuned_heads, tree=TREE, draft_precision="fp32")
     return out
 
 
@@ -206,4 +206,10 @@ def untraced(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path) -> None:
         return graphs[name]
 
     monkeypatch.setattr(building, "write_target", lambda _source, _found, folder, *_: copy("target", folder))
-    monkeypatch.setattr(building, "write_heads_graph", lambda _source, _heads, _tree, folder: copy("medusa", folder))
+
+    def copy_heads(_source: object, _heads: object, _tree: object, folder: Path, exact: Path | None) -> GraphInfo:
+        for target in filter(None, (folder, exact)):
+            copy("medusa", target)
+        return graphs["medusa"]
+
+    monkeypatch.setattr(building, "write_heads_graph", copy_heads)

@@ -12,8 +12,8 @@ import pytest
 
 from speccompile.graphs.errors import TreeError
 from speccompile.graphs.tree import (
-    AdaptiveChain,
     NAMED_TREES_FILE,
+    AdaptiveChain,
     DynamicTree,
     NodePath,
     TokenTree,
