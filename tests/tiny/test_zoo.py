@@ -175,8 +175,10 @@ def test_unknown_names_and_missing_heads(index: Path) -> None:
         zoo.fetch("gpt-9")
     with pytest.raises(CheckpointError, match="model 'gpt-9' is unknown"):
         zoo.heads("gpt-9")
-    with pytest.raises(CheckpointError, match="no heads are shipped for toy; train some"):
+    with pytest.raises(CheckpointError, match="no heads are shipped for toy; train with `speccompile train medusa"):
         zoo.heads("toy")
+    with pytest.raises(CheckpointError, match="no draft model is shipped for toy; train with `speccompile train draft"):
+        zoo.draft("toy")
 
 
 def test_list_models() -> None:

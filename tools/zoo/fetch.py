@@ -119,10 +119,19 @@ def heads(name: str) -> Path:
     Raises:
         CheckpointError: for an unknown name, or a model without shipped heads.
     """
-    folder = Path(__file__).with_name(f"{_find(name).name}-medusa")
+    return _shipped(name, "medusa", "heads are")
+
+
+def draft(name: str) -> Path:
+    """The folder of the draft model shipped for the model `name`; pass it on as DRAFT. Errors as in `heads`."""
+    return _shipped(name, "draft", "draft model is")
+
+
+def _shipped(name: str, method: str, what: str) -> Path:
+    folder = Path(__file__).with_name(f"{_find(name).name}-{method}")
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: no heads are shipped for {name}; train some with `speccompile train medusa MODEL --out HEADS`."
+            f"{folder}: no {what} shipped for {name}; train with `speccompile train {method} MODEL --out FOLDER`."
         )
     return folder
 
