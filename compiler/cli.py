@@ -342,27 +342,44 @@ def train() -> None:
     """Train draft heads from the model itself."""
 
 
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What every method of training takes."""
+    for option in reversed(
+        (
+            click.argument("model", type=PATH),
+            click.option("--out", type=PATH, required=True, help="Folder of the result."),
+            click.option(
+                "--work", type=PATH, help="Folder for data and checkpoints, to resume from. Default: OUT.work"
+            ),
+            click.option("--data", type=PATH, help="JSONL with user turns to answer, instead of self-made ones."),
+            click.option("--init", type=PATH, help="An earlier result to start from."),
+            click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make."),
+            click.option(
+                "--draft-vocabulary",
+                type=int,
+                default=8192,
+                show_default=True,
+                help="Most frequent tokens to draft; 0 keeps all.",
+            ),
+            click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once."),
+            click.option("--seed", type=int, default=0, show_default=True),
+            click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+            click.option("--json", "as_json", is_flag=True),
+        )
+    ):
+        command = option(command)
+    return command
+
+
 @train.command("medusa")
-@click.argument("model", type=PATH)
-@click.option("--out", type=PATH, required=True, help="Folder of the heads.")
-@click.option("--work", type=PATH, help="Folder for data and checkpoints, to resume from. Default: OUT.work")
-@click.option("--data", type=PATH, help="JSONL with user turns to answer, instead of turns the model writes itself.")
-@click.option("--init", type=PATH, help="Heads to start from, instead of from the target's own lm_head.")
+@training_options
 @click.option("--lr", type=float, default=4e-3, show_default=True)
-@click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make.")
 @click.option("--heads", type=int, default=4, show_default=True)
 @click.option("--layers", type=int, default=1, show_default=True, help="Residual blocks per head.")
-@click.option(
-    "--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all."
-)
 @click.option("--epochs", type=int, default=5, show_default=True)
 @click.option(
     "--tree-nodes", type=int, default=8, show_default=True, help="Size of the recommended tree, with its root."
 )
-@click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--json", "as_json", is_flag=True)
 def train_medusa(model: Path, out: Path, work: Path | None, as_json: bool, **options: Any) -> None:
     """Make data with MODEL, cache its features, train Medusa heads on them."""
     from speccompile.tools.training.pipeline import train_medusa_heads
@@ -380,26 +397,14 @@ def train_medusa(model: Path, out: Path, work: Path | None, as_json: bool, **opt
 
 
 @train.command("draft")
-@click.argument("model", type=PATH)
-@click.option("--out", type=PATH, required=True, help="Folder of the draft model.")
-@click.option("--layers", type=int, default=2, show_default=True, help="Layers of MODEL to take.")
-@click.option("--spacing", type=click.Choice(["even", "first"]), default="even", show_default=True)
-@click.option("--work", type=PATH, help="Folder for data and checkpoints, to resume from. Default: OUT.work")
-@click.option("--data", type=PATH, help="JSONL with user turns to answer, instead of turns the model writes itself.")
-@click.option("--init", type=PATH, help="Draft to start from, instead of MODEL's own layers.")
-@click.option("--lr", type=float, default=5e-3, show_default=True, help="Largest step, as a share of a tensor's size.")
-@click.option("--tokens", type=int, default=500_000, show_default=True, help="Answer tokens to make.")
-@click.option(
-    "--draft-vocabulary", type=int, default=8192, show_default=True, help="Most frequent tokens; 0 keeps all."
-)
+@training_options
+@click.option("--layers", type=int, default=4, show_default=True, help="Layers of MODEL to take.")
+@click.option("--spacing", type=click.Choice(["first", "even"]), default="first", show_default=True)
+@click.option("--lr", type=float, default=1e-2, show_default=True, help="Largest step, as a share of a tensor's size.")
 @click.option("--epochs", type=int, default=3, show_default=True)
 @click.option(
     "--dtype", type=click.Choice(["int8", "fp16"]), default="int8", show_default=True, help="Of what is written."
 )
-@click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--json", "as_json", is_flag=True)
 def train_draft(model: Path, out: Path, work: Path | None, as_json: bool, **options: Any) -> None:
     """Cut a draft model out of MODEL and distil it on MODEL's own answers."""
     from speccompile.tools.training.pipeline import train_draft_model

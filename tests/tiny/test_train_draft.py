@@ -30,6 +30,7 @@ from speccompile.tools.training.draft import (
     cost_ratio,
     divergence,
     figures,
+    final_norm,
     logits_of,
     make_batch,
     measure,
@@ -383,6 +384,35 @@ def test_a_step_moves_every_tensor_by_the_same_share_of_its_size(target: Source)
     for name, weight in distillation.trained.items():  # Adam's first step is the sign of the gradient
         moved = (weight.detach() - before[name]).abs().median() / before[name].square().mean().sqrt()
         assert float(moved) == pytest.approx(1e-2, rel=0.05), name
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "phi", "opt"])
+def test_the_final_norm_is_what_the_lm_head_reads(name: str) -> None:
+    model: Any = tiny_model(name)
+    ids, wanted = torch.arange(9)[None], torch.ones(1, 9, dtype=torch.bool)
+    norm = final_norm(model)
+    seen: list[torch.Tensor] = []
+    norm.register_forward_hook(lambda _module, _args, out: seen.append(out))
+    with torch.no_grad():
+        assert torch.equal(states_of(model, ids, wanted), seen[0][0])
+
+
+def test_too_sure_a_start_is_softened_and_a_good_one_is_not(target: Source) -> None:
+    batch = make_batch(conversations(target, 6, seed=2))
+    whole = cut_model(target, [0, 1, 2]).model  # says what the target says
+    assert Distillation(whole, torch.arange(VOCAB), VOCAB, "cpu").soften(batch) == 1.0
+    torch.testing.assert_close(whole.model.norm.weight, target.model.model.norm.weight, rtol=0, atol=0)
+    with torch.no_grad():
+        whole.model.norm.weight *= 4
+    sure = Distillation(whole, torch.arange(VOCAB), VOCAB, "cpu")
+    before = sure.backward(batch)
+    assert sure.soften(batch) == 0.25  # the exact inverse is among the factors
+    torch.testing.assert_close(whole.model.norm.weight, target.model.model.norm.weight, rtol=1e-6, atol=0)
+    assert sure.backward(batch) < 1e-4 < before
+    sizes = {id(group["params"][0]): group["size"] for group in sure.optimizer.param_groups}
+    assert sizes[id(whole.model.norm.weight)] == pytest.approx(
+        float(target.model.model.norm.weight.square().mean() ** 0.5)
+    )
 
 
 def test_held_out_conversations_are_never_trained_on(

@@ -42,6 +42,7 @@ from speccompile.tools.training.medusa import is_held_out, schedule, survey
 CHECKPOINT_FILE = "draft-training.pt"
 GRADIENT_CLIP = 1.0
 SMALLEST_SIZE = 1e-3
+SOFTENINGS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18)
 SHUFFLE_SHARDS = 6  # held in memory together, their conversations mixed
 CHUNK = 512  # positions whose logits exist at once
 SPACINGS = ("even", "first")
@@ -149,6 +150,23 @@ def states_of(model: Any, ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
     with _before_lm_head(model, keep):
         model(input_ids=ids, use_cache=False)
     return seen[0][wanted]
+
+
+def final_norm(model: Any) -> torch.nn.Module:
+    """The module of nothing but vectors that runs last before the lm_head."""
+    seen: list[torch.nn.Module] = []
+    handles = [
+        module.register_forward_hook(lambda module, _args, _out: seen.append(module))
+        for module in model.modules()
+        if (own := list(module.parameters(recurse=False))) and all(weight.dim() == 1 for weight in own)
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen[-1]
 
 
 def logits_of(model: Any, states: torch.Tensor) -> torch.Tensor:
@@ -266,6 +284,8 @@ def train_draft(
     head = draft.model.get_output_embeddings()
     training = Distillation(draft.model, data.token_ids, vocab_size, device)
     checkpoint = work / CHECKPOINT_FILE
+    if init is None and not checkpoint.exists():
+        training.soften(make_batch(next(shuffled_batches(paths, settings.batch, settings.seed, 0))))
     training.resume(checkpoint, made_of)
 
     steps, saved = epoch_steps * settings.epochs, time.monotonic()
@@ -323,6 +343,32 @@ class Distillation:
     def step(self) -> int:
         return len(self.losses)
 
+    def soften(self, batch: Batch) -> float:
+        """Multiply the final norm by the one of SOFTENINGS with which the draft is nearest to the target; return it.
+
+        Some targets (SmolLM2) have a final norm so large that a wrong guess costs tens of nats. The draft is not as
+        sure as they are, and steps that only bring its norm down are better spent on what it says.
+        """
+        norm = final_norm(self.model)
+        starts = [parameter.detach().clone() for parameter in norm.parameters(recurse=False)]
+
+        def scale(factor: float) -> None:
+            with torch.no_grad():
+                for parameter, start in zip(norm.parameters(recurse=False), starts, strict=True):
+                    parameter.copy_(start * factor)
+
+        def loss(factor: float) -> float:
+            scale(factor)
+            with torch.no_grad(), self.autocast():
+                states = states_of(self.model, batch.ids.to(self.device), batch.predicts.to(self.device))
+                return sum(part.item() for part in self.divergences(states.float(), batch))
+
+        best = min(SOFTENINGS, key=loss)
+        scale(best)
+        for group in self.optimizer.param_groups:
+            group["size"] = _size(group["params"][0])
+        return best
+
     def update(self, batch: Batch, rate: float) -> float:
         """One step, in which each tensor moves by about `rate` of its size.
 
@@ -338,25 +384,34 @@ class Distillation:
         return self.losses[-1]
 
     def backward(self, batch: Batch) -> float:
-        """The loss of a batch; its gradient is added to the trained weights' own."""
-        counted = self.known[batch.answers]
-        weights = (counted / counted.sum().clamp_min(1)).to(self.device)
-        features = batch.features.to(self.device)
-        total = 0.0
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        """The divergence of a batch per position; its gradient is added to the trained weights' own."""
+        with self.autocast():
             states = states_of(self.model, batch.ids.to(self.device), batch.predicts.to(self.device))
             leaf = states.detach().float().requires_grad_()
-            # The logits are the largest tensors of the training: a chunk at a time, each freed before the next.
-            for start in range(0, len(leaf), CHUNK):
-                rows = slice(start, start + CHUNK)
-                with torch.no_grad():
-                    labels = logits_of(self.model, features[rows].float())
-                loss = divergence(logits_of(self.model, leaf[rows]), labels, weights[rows])
-                loss.backward()
-                total += loss.item()
+            total = 0.0
+            for part in self.divergences(leaf, batch):
+                part.backward()
+                total += part.item()
         assert leaf.grad is not None
         states.backward(leaf.grad.to(states.dtype))
         return total
+
+    def divergences(self, states: torch.Tensor, batch: Batch) -> Iterator[torch.Tensor]:
+        """Parts of the divergence of `states` [N,F], the lm_head's input at a batch's answers, from the target.
+
+        The logits are the largest tensors of the training: a chunk of positions at a time, each freed before the next.
+        """
+        counted = self.known[batch.answers]
+        weights = (counted / counted.sum().clamp_min(1)).to(self.device)
+        features = batch.features.to(self.device)
+        for start in range(0, len(states), CHUNK):
+            rows = slice(start, start + CHUNK)
+            with torch.no_grad():
+                labels = logits_of(self.model, features[rows].float())
+            yield divergence(logits_of(self.model, states[rows]), labels, weights[rows])
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def save(self, file: Path, made_of: dict[str, Any]) -> None:
         """Write the checkpoint; an interruption leaves the one before."""
