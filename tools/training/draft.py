@@ -44,7 +44,9 @@ GRADIENT_CLIP = 1.0
 SMALLEST_SIZE = 1e-3
 SOFTENINGS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18)
 SHUFFLE_SHARDS = 6  # held in memory together, their conversations mixed
-CHUNK = 512  # positions whose logits exist at once
+CHUNK = 256  # positions whose logits exist at once
+# oneDNN keeps tens of megabytes for every shape of a bfloat16 product it has met (9 GB in an hour): let them be few.
+LENGTH_STEP = 32
 SPACINGS = ("even", "first")
 LONGEST_CHAIN = 8
 CONFIDENCES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -103,7 +105,7 @@ class Batch:
 def make_batch(items: Sequence[Conversation]) -> Batch:
     """Conversations as one batch."""
     lengths = [len(item.prompt) + len(item.answer) - 1 for item in items]
-    ids = torch.zeros(len(items), max(lengths), dtype=torch.int64)
+    ids = torch.zeros(len(items), -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP, dtype=torch.int64)
     predicts = torch.zeros(ids.shape, dtype=torch.bool)
     for row, (item, length) in enumerate(zip(items, lengths, strict=True)):
         ids[row, :length] = torch.from_numpy(np.concatenate([item.prompt, item.answer[:-1]]))
@@ -405,10 +407,10 @@ class Distillation:
         weights = (counted / counted.sum().clamp_min(1)).to(self.device)
         features = batch.features.to(self.device)
         for start in range(0, len(states), CHUNK):
-            rows = slice(start, start + CHUNK)
+            ours, theirs = (_full(rows[start : start + CHUNK]) for rows in (states, features.float()))
             with torch.no_grad():
-                labels = logits_of(self.model, features[rows].float())
-            yield divergence(logits_of(self.model, states[rows]), labels, weights[rows])
+                labels = logits_of(self.model, theirs)
+            yield divergence(logits_of(self.model, ours), labels, _full(weights[start : start + CHUNK]))
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -445,6 +447,11 @@ class Distillation:
                 weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses = state["losses"]
+
+
+def _full(rows: torch.Tensor) -> torch.Tensor:
+    """CHUNK rows: zeros follow those there are."""
+    return torch.cat([rows, rows.new_zeros(CHUNK - len(rows), *rows.shape[1:])]) if len(rows) < CHUNK else rows
 
 
 def _size(weight: torch.Tensor) -> float:
