@@ -35,6 +35,8 @@ _DTYPES = {
 
 Array = npt.NDArray[Any]
 
+_pool_threads: int | None = None  # size of the pool that sessions share; 0: it is not ours to use
+
 
 def open_session(
     path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True
@@ -45,7 +47,8 @@ def open_session(
         threads: intra-op threads; None takes the cores this process may use. Never left to ONNX Runtime, whose
             own choice ignores affinity and containers.
         provider: execution provider; None is the CPU.
-        spin: whether idle threads busy-wait. False for a drafter: two spinning pools on a small machine fight.
+        spin: whether idle threads busy-wait, where the graph has a pool of its own. False for a drafter: two spinning
+            pools on a small machine fight.
 
     Raises:
         BundleError: when the provider is missing or the file cannot be loaded.
@@ -56,14 +59,34 @@ def open_session(
             f"provider '{provider}' is not in this onnxruntime; available: {', '.join(ort.get_available_providers())}."
         )
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or available_cores()
-    options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    threads = threads or available_cores()
+    if _shares_pool(threads):
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
     try:
         return ort.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:  # onnxruntime's own exceptions share no public base class
         raise BundleError(f"{path}: onnxruntime cannot load this graph ({_first_line(error)}).") from error
+
+
+def _shares_pool(threads: int) -> bool:
+    """Whether a session of `threads` threads runs in the pool that all sessions of this process share.
+
+    Target and drafter take turns. In one pool the threads that one has just used still spin when the other starts; with
+    a pool each, they would sleep, or fight over the cores (two cores, SmolLM2: a draft step takes 1.3 ms, not 2.3). The
+    first session decides its size, as ONNX Runtime allows one such pool; sessions of other sizes have their own.
+    """
+    global _pool_threads
+    if _pool_threads is None:
+        try:
+            ort.set_global_thread_pool_sizes(threads, 1)
+            _pool_threads = threads
+        except Exception:  # the application has made one already, and its size cannot be asked for
+            _pool_threads = 0
+    return _pool_threads == threads
 
 
 def available_cores() -> int:
