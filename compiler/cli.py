@@ -255,8 +255,10 @@ def run(
 ) -> None:
     """Answer one prompt with BUNDLE."""
     from speccompile.runtime import load
+    from speccompile.runtime.backends import ort
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    ort.share_threads(threads)
     decoder = load(bundle, threads, provider)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     pieces = decoder.stream(asked, speculate=not plain, **options)

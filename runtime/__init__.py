@@ -6,7 +6,8 @@ answer = decoder.generate([{"role": "user", "content": "Why is the sky blue?"}],
 print(answer.text, answer.stats.mean_accepted_tokens)
 """
 
+from speccompile.runtime.backends.ort import share_threads
 from speccompile.runtime.decoder import Decoder, Generation, Piece, SequenceState, load
 from speccompile.runtime.stats import Stats
 
-__all__ = ["Decoder", "Generation", "Piece", "SequenceState", "Stats", "load"]
+__all__ = ["Decoder", "Generation", "Piece", "SequenceState", "Stats", "load", "share_threads"]

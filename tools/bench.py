@@ -33,7 +33,7 @@ from speccompile.graphs.errors import SpecCompileError
 from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSettings
 from speccompile.graphs.tree import DraftTree, DynamicTree, read_tree
 from speccompile.runtime import Decoder, load
-from speccompile.runtime.backends.ort import available_cores
+from speccompile.runtime.backends import ort
 from speccompile.tools.prompts import MT_BENCH, Question, read_questions, spread
 
 TIE_GAP = 1e-4
@@ -90,6 +90,7 @@ def main(
 ) -> None:
     """Compare ways of decoding BUNDLES with plain decoding of the first one, and with transformers."""
     try:
+        ort.share_threads(threads)
         questions = read_questions(file)
         questions = questions[:prompts] if per_task is None else spread(questions, per_task)
         decoders = [load(bundle, threads) for bundle in bundles]
@@ -159,7 +160,7 @@ def transformers_contestant(model: Path, max_new_tokens: int, threads: int | Non
 
     from speccompile.compiler.checkpoint import read_model
 
-    torch.set_num_threads(threads or available_cores())
+    torch.set_num_threads(threads or ort.available_cores())
     source = read_model(model)
     source.model.set_attn_implementation("sdpa")
     config = GenerationConfig(

@@ -35,7 +35,7 @@ _DTYPES = {
 
 Array = npt.NDArray[Any]
 
-_pool_threads: int | None = None  # size of the pool that sessions share; 0: it is not ours to use
+_pool_threads: int | None = None  # size of the pool that sessions share, once `share_threads` has made it
 
 
 def open_session(
@@ -45,7 +45,7 @@ def open_session(
 
     Args:
         threads: intra-op threads; None takes the cores this process may use. Never left to ONNX Runtime, whose
-            own choice ignores affinity and containers.
+            own choice ignores affinity and containers. Without effect once `share_threads` was called.
         provider: execution provider; None is the CPU.
         spin: whether idle threads busy-wait, where the graph has a pool of its own. False for a drafter: two spinning
             pools on a small machine fight.
@@ -60,11 +60,10 @@ def open_session(
         )
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    threads = threads or available_cores()
-    if _shares_pool(threads):
+    if _pool_threads is not None:
         options.use_per_session_threads = False
     else:
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.intra_op_num_threads, options.inter_op_num_threads = threads or available_cores(), 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
     try:
         return ort.InferenceSession(str(path), options, providers=[provider])
@@ -72,21 +71,18 @@ def open_session(
         raise BundleError(f"{path}: onnxruntime cannot load this graph ({_first_line(error)}).") from error
 
 
-def _shares_pool(threads: int) -> bool:
-    """Whether a session of `threads` threads runs in the pool that all sessions of this process share.
+def share_threads(threads: int | None = None) -> None:
+    """Let all sessions of this process run in one pool of `threads` threads (default: the cores it may use).
 
-    Target and drafter take turns. In one pool the threads that one has just used still spin when the other starts; with
-    a pool each, they would sleep, or fight over the cores (two cores, SmolLM2: a draft step takes 1.3 ms, not 2.3). The
-    first session decides its size, as ONNX Runtime allows one such pool; sessions of other sizes have their own.
+    Target and drafter take turns. In one pool, the threads that one has just used still spin when the other starts;
+    with a pool each, they have gone to sleep, or fight over the cores (two cores, SmolLM2: a draft step takes 1.3 ms
+    instead of 2.3). It is for whoever owns the process, before anything is loaded: ONNX Runtime then refuses every
+    session that wants threads of its own, the application's too. A second call changes nothing.
     """
     global _pool_threads
     if _pool_threads is None:
-        try:
-            ort.set_global_thread_pool_sizes(threads, 1)
-            _pool_threads = threads
-        except Exception:  # the application has made one already, and its size cannot be asked for
-            _pool_threads = 0
-    return _pool_threads == threads
+        ort.set_global_thread_pool_sizes(threads or available_cores(), 1)
+        _pool_threads = threads or available_cores()
 
 
 def available_cores() -> int:

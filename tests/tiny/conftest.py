@@ -23,6 +23,7 @@ from speccompile.compiler.prove import PROMPTS, eager_logits
 from speccompile.graphs.manifest import GraphInfo
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime import Decoder, load
+from speccompile.runtime.backends import ort
 from speccompile.runtime.bundle import Bundle
 from tests.tiny.models import VOCAB, tiny_model
 
@@ -46,6 +47,12 @@ DRAFTED = (*TEXTS, "Hello", "a b c", "one two three four", "The quick brown fox 
 def one_thread() -> None:
     """The models are too small for more, and other tests may run beside these."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def threads_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is not the command line's alone, even where a test runs its commands."""
+    monkeypatch.setattr(ort, "share_threads", lambda threads=None: None)
 
 
 def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> transformers.PreTrainedTokenizerFast:
