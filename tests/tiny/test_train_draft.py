@@ -46,7 +46,7 @@ from speccompile.tools.training.pipeline import train_draft_model
 from tests.tiny.models import VOCAB, tiny_model
 
 PROMPT, SHORTEST, LONGEST = 6, 12, 30
-SETTINGS = Settings(layers=2, draft_vocabulary=VOCAB, epochs=14, lr=2e-2, batch=8)
+SETTINGS = Settings(layers=2, spacing="even", draft_vocabulary=VOCAB, epochs=14, lr=2e-2, batch=8)
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ from speccompile.compiler.draft_model import (
 )
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.tree import AdaptiveChain
+from speccompile.tools.training import checkpoint as checkpoints
+from speccompile.tools.training.checkpoint import product_dtype
 from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths
 from speccompile.tools.training.medusa import is_held_out, schedule, survey
 
@@ -58,11 +60,11 @@ ROW_COST = 0.06
 class Settings:
     """What decides the result, besides the shards. `batch` is in conversations, `lr` a share of a tensor's size."""
 
-    layers: int = 2
-    spacing: str = "even"
+    layers: int = 4
+    spacing: str = "first"
     draft_vocabulary: int = 8192
     epochs: int = 3
-    lr: float = 5e-3
+    lr: float = 1e-2
     batch: int = 16
     seed: int = 0
 
@@ -338,8 +340,7 @@ class Distillation:
         self.losses: list[float] = []  # one per step
         self.known = torch.zeros(vocab_size, dtype=torch.bool)
         self.known[token_ids] = True
-        native = device != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
-        self.dtype = torch.bfloat16 if native else torch.float32  # bfloat16 where the hardware multiplies it
+        self.dtype = product_dtype(device)
 
     @property
     def step(self) -> int:
@@ -416,32 +417,15 @@ class Distillation:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def save(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Write the checkpoint; an interruption leaves the one before."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
+        """Write the checkpoint."""
         weights = {name: weight.detach() for name, weight in self.trained.items()}
         state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "losses": self.losses}
-        torch.save(state | {"made_of": made_of}, partial)
-        partial.replace(file)
+        checkpoints.save(file, state, made_of)
 
     def resume(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Read the checkpoint, if there is one.
-
-        Raises:
-            CheckpointError: when it is unreadable, or was made with other settings or data.
-        """
-        if not file.exists():
+        """Go on from the checkpoint, if there is one. Errors as in `checkpoint.resume`."""
+        if (state := checkpoints.resume(file, made_of)) is None:
             return
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged bytes make the unpickler raise nearly anything
-            raise CheckpointError(f"{file}: not a training checkpoint ({type(error).__name__}); delete it.") from error
-        for key, value in made_of.items():
-            if state["made_of"][key] != value:
-                raise CheckpointError(
-                    f"{file}: made with {key} {state['made_of'][key]}, this run has {value}; "
-                    f"give the same again to go on, or delete the file to start over."
-                )
         with torch.no_grad():
             for name, weight in self.trained.items():
                 weight.copy_(state["weights"][name])

@@ -27,6 +27,8 @@ from torch.nn.functional import cross_entropy, silu
 from speccompile.compiler.medusa_heads import MedusaHeads, head_offset
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.medusa import MedusaModule
+from speccompile.tools.training import checkpoint as checkpoints
+from speccompile.tools.training.checkpoint import product_dtype
 from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths
 
 CHECKPOINT_FILE = "medusa-training.pt"
@@ -310,7 +312,7 @@ def train_medusa(
     }
     checkpoint = work / CHECKPOINT_FILE
     training.resume(checkpoint, made_of)
-    matrix = (settings.logit_scale * lm_head[data.token_ids]).to(device, _matmul_dtype(device))
+    matrix = (settings.logit_scale * lm_head[data.token_ids]).to(device, product_dtype(device))
     bias = None if lm_head_bias is None else settings.logit_scale * lm_head_bias[data.token_ids].to(device).float()
     draft_id = torch.full((len(lm_head) + 1,), NO_LABEL)  # the last row serves NO_LABEL itself
     draft_id[data.token_ids] = torch.arange(len(data.token_ids))
@@ -396,34 +398,16 @@ class Training:
         return self.losses[-1]
 
     def save(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Write the checkpoint; an interruption leaves the one before."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
+        """Write the checkpoint."""
         state = {"blocks": self.blocks.state_dict(), "optimizer": self.optimizer.state_dict(), "losses": self.losses}
-        torch.save(state | {"made_of": made_of}, partial)
-        partial.replace(file)
+        checkpoints.save(file, state, made_of)
 
     def resume(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Read the checkpoint, if there is one.
-
-        Raises:
-            CheckpointError: when it is unreadable, or was made with other settings or data.
-        """
-        if not file.exists():
-            return
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged bytes make the unpickler raise nearly anything
-            raise CheckpointError(f"{file}: not a training checkpoint ({type(error).__name__}); delete it.") from error
-        for key, value in made_of.items():
-            if state["made_of"][key] != value:
-                raise CheckpointError(
-                    f"{file}: made with {key} {state['made_of'][key]}, this run has {value}; "
-                    f"give the same again to go on, or delete the file to start over."
-                )
-        self.blocks.load_state_dict(state["blocks"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.losses = state["losses"]
+        """Go on from the checkpoint, if there is one. Errors as in `checkpoint.resume`."""
+        if (state := checkpoints.resume(file, made_of)) is not None:
+            self.blocks.load_state_dict(state["blocks"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.losses = state["losses"]
 
 
 def schedule(step: int, steps: int) -> float:
@@ -432,12 +416,6 @@ def schedule(step: int, steps: int) -> float:
     if step < warm_up:
         return (step + 1) / warm_up
     return 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
-
-
-def _matmul_dtype(device: str) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, else float32."""
-    native = device != "cpu" or torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return torch.bfloat16 if native else torch.float32
 
 
 # ---- measuring ----
