@@ -22,7 +22,7 @@ from speccompile.tools.prompts import first_turns
 pytestmark = pytest.mark.real
 
 PROMPTS, NEW_TOKENS = 6, 64
-WEIGHTS_MB = (134_515_008 * 4 + 24_257_536) / 2**20  # the target, its tied embedding counted once, and the heads graph
+WEIGHTS_MB = (134_515_008 * 4 + 6_498_304) / 2**20  # the target, its tied embedding counted once, and the heads in int8
 QUESTION = "List three facts about the moon."
 
 

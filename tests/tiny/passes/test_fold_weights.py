@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speccompile.graphs.passes import FoldWeights
+from speccompile.graphs.passes import FoldWeights, fold_weights
 from tests.tiny.passes import apply, graph, kinds, normal, only
 
 X = [{"x": normal(2, 3, 8)}, {"x": normal(1, 1, 8)}]
@@ -64,6 +64,17 @@ def test_a_tied_table_is_copied_so_that_the_product_owns_what_it_packs() -> None
     assert stored is not None and stored.const_value is not None
     np.testing.assert_array_equal(stored.const_value.numpy(), table.T)
     assert [use.node.op_type for use in model.graph.initializers["W"].uses()] == ["Gather"]
+
+
+def test_a_large_weight_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold_weights, "PART_BYTES", 5 * 8 * 4)  # five of twelve rows
+    table = normal(12, 8)
+    model = graph(TIED, W=table)
+    assert apply(FoldWeights(), model, TIED_FEEDS)
+    assert kinds(model) == {"Gather": 1, "MatMul": 3, "Concat": 1, "Neg": 1}
+    stored = [node.inputs[1].const_value for node in model.graph if node.op_type == "MatMul"]  # type: ignore[union-attr]
+    assert [tensor.shape.numpy() for tensor in stored if tensor is not None] == [(8, 4)] * 3  # type: ignore[union-attr]
+    np.testing.assert_array_equal(np.concatenate([t.numpy() for t in stored if t is not None], 1), table.T)
 
 
 def test_the_products_name_shape_and_place_as_an_output_are_kept() -> None:
