@@ -180,6 +180,8 @@ def verify(
         ("heads", heads, manifest.heads, drafted),
         ("draft model", draft, manifest.draft, small),
     ):
+        if given and ours is None:
+            raise BundleError(f"{bundle}: method {manifest.method} has no {what} to compare with {path}.")
         if given and ours and given.fingerprint != ours.fingerprint:
             raise BundleError(
                 f"{bundle}: its {what} had fingerprint {ours.fingerprint[:12]}... but {path} has "
@@ -361,7 +363,7 @@ def _default_tree(
     if heads is not None:  # a chain of all heads, with two siblings
         return TokenTree.from_paths([*([0] * depth for depth in range(1, heads.num_heads + 1)), [1], [2]])
     if lookahead is not None:
-        return DynamicTree(lookahead.nodes)
+        return DynamicTree(lookahead.nodes, 0.0 if lookahead.window else LOOKUP_TREE.floor)
     if method == "draft":
         return DRAFT_TREE
     return LOOKUP_TREE if method == "prompt-lookup" else ROOT_ALONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -227,7 +228,7 @@ def _show_proof(figures: dict[str, Any]) -> None:
 @click.option("--top-p", type=float, default=1.0)
 @click.option("--min-p", type=float, default=0.0)
 @click.option("--repetition-penalty", type=float, default=1.0)
-@click.option("--seed", type=int)
+@click.option("--seed", type=click.IntRange(min=0))
 @click.option("--stop", multiple=True, help="End the answer before this string; may be repeated.")
 @click.option(
     "--acceptance",
@@ -261,7 +262,12 @@ def run(
     ort.share_threads(threads)
     decoder = load(bundle, threads, provider)
     asked: Any = [{"role": "user", "content": text}] if chat else text
-    pieces = decoder.stream(asked, speculate=not plain, **options)
+    if with_stats:
+        if options["seed"] is None:
+            options["seed"] = secrets.randbits(31)  # both runs draw the same numbers
+        for speculate in (True, False):  # warm up: whoever runs first would pay for it
+            decoder.generate(asked, speculate=speculate, **{**options, "max_new_tokens": 2})
+    pieces = decoder.stream(asked, speculate=not plain, sequence=decoder.new_sequence(), **options)
     while True:
         try:
             piece = next(pieces)
@@ -297,25 +303,26 @@ def compare(stats: Any, plain: Any) -> dict[str, tuple[float | None, float | Non
 
     Theory is arXiv 2211.17192, section 3, for chains: with the acceptance rate alpha, the mean draft length gamma and a
     draft step that costs beta plain steps, (1 - alpha^(gamma+1)) / (1 - alpha) tokens a round, and that over
-    (gamma beta + 1) times the speed. It takes a verify to cost as much as a plain step.
+    (gamma beta + 1) times the speed. It takes a verify to cost as much as a plain step, and says nothing of trees.
     """
     from speccompile.runtime.drafters.draft_model import expected_tokens, predicted_speedup
 
     alpha, gamma = stats.acceptance_rate, stats.drafted / stats.rounds if stats.rounds else 0.0
     step = plain.decode_seconds / plain.rounds if plain.rounds else 0.0
+    chain = stats.draft_calls >= stats.drafted  # a call for each guess
     rows: dict[str, tuple[float | None, float | None]] = {
         "acceptance_rate": (None, alpha),
         "guesses_a_round": (None, gamma),
     }
-    measured = step * (stats.emitted - 1) / stats.decode_seconds if stats.decode_seconds else None
+    measured = step * (stats.emitted - 1) / stats.decode_seconds if stats.decode_seconds and step else None
     if not stats.draft_calls or not step:
         return rows | {"tokens_a_round": (None, stats.mean_accepted_tokens), "speed_up": (None, measured)}
     beta = stats.draft_step_seconds / step
     return rows | {
         "cost_of_a_draft_step": (None, beta),
         "cost_of_a_verify": (1.0, stats.seconds["verify"] / stats.rounds / step),
-        "tokens_a_round": (expected_tokens(alpha, gamma), stats.mean_accepted_tokens),
-        "speed_up": (predicted_speedup(alpha, beta, gamma), measured),
+        "tokens_a_round": (expected_tokens(alpha, gamma) if chain else None, stats.mean_accepted_tokens),
+        "speed_up": (predicted_speedup(alpha, beta, gamma) if chain else None, measured),
     }
 
 
@@ -364,7 +371,7 @@ def training_options(command: Callable[..., None]) -> Callable[..., None]:
                 help="Most frequent tokens to draft; 0 keeps all.",
             ),
             click.option("--rows", type=int, default=96, show_default=True, help="Conversations made at once."),
-            click.option("--seed", type=int, default=0, show_default=True),
+            click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
             click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
             click.option("--json", "as_json", is_flag=True),
         )

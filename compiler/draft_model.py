@@ -112,6 +112,20 @@ def read_draft(path: Path, target: Source) -> DraftModel:
     return replace(draft, warnings=(*draft.warnings, sentence))
 
 
+def slim_facts(path: Path) -> dict[str, Any] | None:
+    """What a slim draft's config says of it, as JSON; None when `path` is something else.
+
+    Raises:
+        CheckpointError: when it is one, but of another version.
+    """
+    about = _slim_part(path)
+    if about is None:
+        return None
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    facts = {name: config.get(name) for name in ("architectures", "hidden_size", "vocab_size")}
+    return {**facts, **{name: about.get(name) for name in ("layers", "shares", "target_fingerprint")}}
+
+
 def _slim_part(path: Path) -> dict[str, Any] | None:
     """What config.json says under CONFIG_KEY; None for a model of its own, or for what `read_model` will refuse."""
     try:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.manifest import MANIFEST_FILE
-from speccompile.graphs.tree import TokenTree, tree_from_json
+from speccompile.graphs.tree import AdaptiveChain, TokenTree, tree_from_json
 
 CONFIGS_OF_MODELS = ("architectures", "model_type")
 
@@ -25,8 +25,11 @@ def describe(path: Path) -> dict[str, Any]:
         return describe_bundle(path)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder; give a bundle, a model or Medusa heads.")
+    from speccompile.compiler.draft_model import slim_facts
     from speccompile.compiler.medusa_heads import read_heads
 
+    if (slim := slim_facts(path)) is not None:
+        return {"kind": "draft model", "path": str(path), **slim}
     try:
         heads = read_heads(path)
     except CheckpointError as not_heads:
@@ -127,7 +130,8 @@ def show(facts: dict[str, Any], console: Console) -> None:
     if isinstance(tree, TokenTree):
         console.print(f"tree of {len(tree)} nodes, depth {tree.max_depth}", tree.draw(), sep="\n")
     else:
-        console.print(f"tree of at most {len(tree)} nodes, grown anew every round")
+        what = "chain of adaptive length" if isinstance(tree, AdaptiveChain) else "tree, grown anew every round,"
+        console.print(f"{what} of at most {len(tree)} nodes")
     table = Table("proof", "figures")
     for name, figures in facts["proof"].items():
         table.add_row(name, ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))

@@ -52,6 +52,7 @@ LOGPROB_TOLERANCE = 1e-3
 # Drafting graphs in int8 round weights and activations (127 steps each). Seen on SmolLM2: a third of these at most.
 INT8_LOGIT_TOLERANCE = 0.1
 INT8_LOGPROB_TOLERANCE = 1.0
+ROUNDING = "rounding to int8, which these weights do not bear: use --draft-precision fp32"
 
 Array = npt.NDArray[Any]
 Report = Callable[[str], None]
@@ -213,7 +214,9 @@ def _prove_heads(
         with torch.no_grad():
             want_ids, want = (part[0, 0].numpy() for part in heads(torch.from_numpy(hidden[:, -1:].copy())))
         ids, logprobs = graph.run(hidden[0, -1])
-        proof.require(name, _distance(logprobs, want), tolerance, "the heads graph")
+        proof.require(
+            name, _distance(logprobs, want), tolerance, "the heads graph" if precision == "fp32" else ROUNDING
+        )
         swapped = ids != want_ids  # only neighbours whose log-probabilities tie may trade places
         gaps = np.abs(np.diff(want, axis=-1))
         tied = np.zeros_like(swapped)
@@ -230,7 +233,9 @@ def _prove_draft(
 ) -> None:
     """A tree run level by level behind the prompt, as it is drafted, against every path in the eager model."""
     name, tolerance = ("draft", LOGIT_TOLERANCE) if precision == "fp32" else ("draft_int8", INT8_LOGIT_TOLERANCE)
-    tree = BRANCHING
+    tree, info = BRANCHING, decoder.bundle.manifest.draft
+    assert info is not None
+    prompt = prompt[-max(1, info.max_length - len(tree)) :]  # it may know fewer positions than the target
     tokens = np.random.default_rng(1).integers(decoder.target.vocab_size, size=len(tree))
     cache = graph.open(len(prompt) + len(tree))
     chain = TokenTree.chain(len(prompt) - 1)
@@ -243,12 +248,13 @@ def _prove_draft(
         out = cache.run(tokens[level], cache.length + tree.depths[level], mask, np.arange(len(level)))
         texts += [[*prompt, *tokens[tree.ancestry(int(node))].tolist()] for node in level]
         rows += [(out.logits[0, row].copy(), _topk(out, row)) for row in range(len(level))]
-    names = decoder.bundle.draft_tokens
+    names = decoder.draft_tokens
     for text, (logits, (ids, logprobs)) in zip(texts, rows, strict=True):
         with torch.no_grad():
             eager = draft.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float().numpy()
         bound = tolerance * float(np.abs(eager).max())
-        proof.require(name, _distance(logits, eager), bound, "the draft graph, its tree mask or positions")
+        blame = "the draft graph, its tree mask or positions" if precision == "fp32" else ROUNDING
+        proof.require(name, _distance(logits, eager), bound, blame)
         # The best tokens are held against the graph's own logits, which leaves no room for rounding.
         own = logits - np.logaddexp.reduce(logits.astype(np.float64))
         columns = ids if names is None else np.searchsorted(names, ids)

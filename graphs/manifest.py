@@ -183,6 +183,13 @@ class Manifest:
             )
         if needed is not None and getattr(manifest, needed) is None:
             raise BundleError(f"{source}: method is '{manifest.method}' but {needed} is null; rebuild the bundle.")
+        unused = {"heads", "draft", "lookahead", "lookup"} - {needed, "lookup" if manifest.heads else None}
+        for name in sorted(unused):
+            if getattr(manifest, name) is not None:
+                raise BundleError(
+                    f"{source}: field '{name}' is set, but method '{manifest.method}' has no use for it; "
+                    "rebuild the bundle."
+                )
         for token in manifest.eos_ids:
             if type(token) is not int:
                 raise BundleError(f"{source}: field 'eos_ids' holds {token!r}; expected token ids.")

@@ -59,6 +59,8 @@ class LookaheadSettings:
         _check("lookahead", "window", self.window, 0)
         _check("lookahead", "ngram", self.ngram, 2, LONGEST_NGRAM)
         _check("lookahead", "guesses", self.guesses, 1)
+        if self.from_prompt and not self.window:
+            raise SettingsError("lookahead: a window of 0 always knows the prompt; leave out pool-from-prompt.")
 
     @property
     def nodes(self) -> int:

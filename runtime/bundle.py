@@ -59,7 +59,6 @@ class Bundle:
             raise BundleError(f"{source}: field 'tree' is not usable: {error}") from error
         return cls(path, manifest, tree)
 
-    @property
     def draft_tokens(self) -> npt.NDArray[np.int64] | None:
         """int64 [Vd]: the target's id of each logit of the draft model; None when they are the same.
 
@@ -75,9 +74,11 @@ class Bundle:
         except (OSError, ValueError) as error:
             raise BundleError(f"{file}: not an array of token ids ({error}); rebuild the bundle.") from error
         vocabulary = self.manifest.target.vocab_size
-        if ids.dtype != np.int64 or ids.shape != (info.draft_vocabulary,) or ids.min() < 0 or ids.max() >= vocabulary:
+        whole = ids.dtype == np.int64 and ids.shape == (info.draft_vocabulary,) and len(ids) > 0
+        # Ascending, so none twice: a repeated id would make q, which acceptance relies on, add up to less than 1.
+        if not whole or ids[0] < 0 or ids[-1] >= vocabulary or not (np.diff(ids) > 0).all():
             raise BundleError(
-                f"{file}: {ids.dtype} of shape {ids.shape}; expected {info.draft_vocabulary} token ids below "
+                f"{file}: {ids.dtype} of shape {ids.shape}; expected {info.draft_vocabulary} ascending token ids below "
                 f"{vocabulary}, rebuild the bundle."
             )
         return ids

@@ -131,6 +131,14 @@ class Decoder:
         self.draft = (
             OrtTarget(bundle.graph("draft")[0], threads, provider, spin=False) if manifest.draft is not None else None
         )
+        self.draft_tokens = bundle.draft_tokens()
+        if self.draft is not None and manifest.draft is not None:
+            expected = manifest.draft.draft_vocabulary, manifest.draft.top_k
+            if (self.draft.vocab_size, self.draft.top_k) != expected:
+                raise BundleError(
+                    f"{bundle.path}: draft.onnx gives {self.draft.vocab_size} logits and {self.draft.top_k} best "
+                    f"tokens but the manifest says {expected[0]} and {expected[1]}; rebuild the bundle."
+                )
         self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
         self.tree = bundle.tree
         if self.heads is not None and self.heads.width != self.target.width:
@@ -194,6 +202,8 @@ class Decoder:
             GenerationError: for an unusable prompt or option, before anything is run.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, processor)
+        if seed is not None and seed < 0:
+            raise GenerationError(f"seed: {seed} is negative; use 0 or more.")
         if acceptance not in ACCEPTANCE_RULES:
             raise GenerationError(f"acceptance: '{acceptance}' is unknown; use one of {', '.join(ACCEPTANCE_RULES)}.")
         if acceptance == "typical" and sampling.greedy:
@@ -316,7 +326,7 @@ class Decoder:
                 request.sampling,
                 request.uniform,
                 eos_ids,
-                self.bundle.draft_tokens,
+                self.draft_tokens,
                 self.target.vocab_size,
             )
         if lookup is None:

@@ -93,11 +93,18 @@ def main(
         ort.share_threads(threads)
         questions = read_questions(file)
         questions = questions[:prompts] if per_task is None else spread(questions, per_task)
+        if not questions:
+            raise SpecCompileError(f"{file}: no questions to ask; give a file with some, and --prompts of 1 or more.")
         decoders = [load(bundle, threads) for bundle in bundles]
-        first = decoders[0]
-        ways = [(decoder.bundle.manifest.method, decoder) for decoder in decoders]
-        ways = [way for way in ways if way[0] != PLAIN]
-        ways += [(Path(tree).stem, variant(first, read_tree(tree))) for tree in trees]
+        first, methods = decoders[0], [decoder.bundle.manifest.method for decoder in decoders]
+        if also and first.heads is None:
+            raise SpecCompileError(f"--also: {bundles[0]} has no heads that prompt lookup could join; put one first.")
+        ways = [
+            (method if methods.count(method) == 1 else bundle.stem, decoder)
+            for method, bundle, decoder in zip(methods, bundles, decoders, strict=True)
+            if method != PLAIN
+        ]
+        ways += [(tree, variant(first, read_tree(tree))) for tree in trees]
         ways += [(f"lookahead {window}", lookahead_variant(first, window)) for window in windows]
         if lookup:
             ways.append(("prompt-lookup", lookup_variant(first)))

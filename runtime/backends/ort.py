@@ -78,11 +78,21 @@ def share_threads(threads: int | None = None) -> None:
     with a pool each, they have gone to sleep, or fight over the cores (two cores, SmolLM2: a draft step takes 1.3 ms
     instead of 2.3). It is for whoever owns the process, before anything is loaded: ONNX Runtime then refuses every
     session that wants threads of its own, the application's too. A second call changes nothing.
+
+    Raises:
+        GenerationError: when the process has a pool that was made elsewhere.
     """
     global _pool_threads
-    if _pool_threads is None:
+    if _pool_threads is not None:
+        return
+    try:
         ort.set_global_thread_pool_sizes(threads or available_cores(), 1)
-        _pool_threads = threads or available_cores()
+    except Exception as error:  # onnxruntime's own exceptions share no public base class
+        raise GenerationError(
+            f"threads: this process already has a shared pool ({_first_line(error)}); call share_threads() before "
+            "anything else makes one."
+        ) from error
+    _pool_threads = threads or available_cores()
 
 
 def available_cores() -> int:

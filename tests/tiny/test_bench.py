@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,23 @@ def test_other_words_are_noticed(tiny_decoder: Decoder, monkeypatch: pytest.Monk
 def test_a_window_that_is_none(tiny_bundle: Path, window: str) -> None:
     done = CliRunner().invoke(bench.main, [str(tiny_bundle), "--lookahead", window, "--prompts", "1"])
     assert done.exit_code == 1 and "lookahead" in str(done.exception or done.output)
+
+
+def test_names_tell_contestants_apart(tiny_bundle: Path, tmp_path: Path) -> None:
+    second = shutil.copytree(tiny_bundle, tmp_path / "second.bundle")
+    options = ["--tree", "dynamic-4-0.12", "--tree", "dynamic-4-0.1", "--prompts", 1, "--max-new-tokens", 4, "--json"]
+    names = [facts["name"] for facts in run(tiny_bundle, second, *options, "--threads", 1)["contestants"]]
+    assert names == ["plain", "tiny", "second", "dynamic-4-0.12", "dynamic-4-0.1"]
+
+
+def test_also_wants_heads_and_a_run_wants_questions(tiny_bundle: Path, tmp_path: Path) -> None:
+    plain = shutil.copytree(tiny_bundle, tmp_path / "plain.bundle")
+    manifest = json.loads((plain / "manifest.json").read_text())
+    manifest |= {"method": "plain", "heads": None}
+    (plain / "manifest.json").write_text(json.dumps(manifest))
+    for options, words in (
+        (["--also"], "no heads that prompt lookup could join"),
+        (["--prompts", "0"], "no questions"),
+    ):
+        done = CliRunner().invoke(bench.main, [str(plain), *options])
+        assert done.exit_code == 1 and words in str(done.exception)

@@ -28,7 +28,15 @@ from speccompile.tools.training.conversations import (
     read_questions,
     shard_paths,
 )
-from speccompile.tools.training.draft import ROW_COST, cost_ratio, figures, measure, recommend, train_draft
+from speccompile.tools.training.draft import (
+    ROW_COST,
+    choose_layers,
+    cost_ratio,
+    figures,
+    measure,
+    recommend,
+    train_draft,
+)
 from speccompile.tools.training.draft import Settings as DraftSettings
 from speccompile.tools.training.medusa import Settings, held_out_ranks, train_medusa
 from speccompile.tools.training.tree_search import best_tree_measured, mean_accepted_tokens, path_frequencies
@@ -76,8 +84,14 @@ def train_medusa_heads(
         CheckpointError: when `out` exists already or the model has no chat template to make data with.
     """
     started = time.monotonic()
+
+    def check_heads(source: Source) -> None:
+        _check_vocabulary(draft_vocabulary, source)
+        if init is not None:
+            read_heads(init)
+
     with staged(out) as folder:
-        source, made = _prepare(model, work, tokens, rows, seed, data, report)
+        source, made = _prepare(model, work, tokens, rows, seed, data, report, check_heads)
         lm_head = source.lm_head.weight.detach()
         settings = Settings(
             heads=heads,
@@ -152,9 +166,16 @@ def train_draft_model(
             cannot be taken.
     """
     started = time.monotonic()
+
+    def check_draft(source: Source) -> None:
+        _check_vocabulary(draft_vocabulary, source)
+        choose_layers(source.model.config.get_text_config().num_hidden_layers, layers, spacing)
+        if init is not None:
+            read_draft(init, source)
+
     with staged(out) as folder:
         check_dtype(dtype)
-        source, made = _prepare(model, work, tokens, rows, seed, data, report)
+        source, made = _prepare(model, work, tokens, rows, seed, data, report, check_draft)
         chosen = _device(device)
         settings = DraftSettings(
             layers=layers,
@@ -218,13 +239,28 @@ def turn_tokens(source: Source) -> TurnTokens:
 
 
 def _prepare(
-    model: Path, work: Path, tokens: int, rows: int, seed: int, data: Path | None, report: Report
+    model: Path,
+    work: Path,
+    tokens: int,
+    rows: int,
+    seed: int,
+    data: Path | None,
+    report: Report,
+    check: Callable[[Source], None],
 ) -> tuple[Source, int]:
-    """The model, once there are conversations of it in `work`, and their answer tokens."""
+    """The model, once there are conversations of it in `work`, and their answer tokens. `check` raises what would be
+    wrong with the training afterwards: making data takes an hour."""
     report("reading the model")
     source = read_model(model)
+    check(source)
     work.mkdir(parents=True, exist_ok=True)
     return source, _make_data(source, work, tokens, rows, seed, data, report)
+
+
+def _check_vocabulary(tokens: int, source: Source) -> None:
+    vocabulary = len(source.lm_head.weight)  # type: ignore[arg-type]
+    if not 0 <= tokens <= vocabulary:
+        raise CheckpointError(f"draft vocabulary: {tokens} tokens asked for, the target has {vocabulary}; 0 takes all.")
 
 
 def _device(wanted: str) -> str:
