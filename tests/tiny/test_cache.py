@@ -134,10 +134,10 @@ def test_bindings_are_reused_and_their_number_is_bounded(tiny_decoder: Decoder) 
         got = step(cache, ids[8 : 8 + int(tokens)], TokenTree.chain(int(tokens) - 1))
         np.testing.assert_array_equal(got, wanted[int(tokens)])
         assert len(cache._bindings) <= KEPT_BINDINGS
-    kept = cache._bindings[1, 1]
+    kept = cache._bindings[1, 1, 1]
     step(cache, ids[:2], TokenTree.chain(1))
     step(cache, ids[:1], TokenTree.chain(0))
-    assert cache._bindings[1, 1] is kept
+    assert cache._bindings[1, 1, 1] is kept
 
 
 def test_the_shape_used_last_is_evicted_last(tiny_decoder: Decoder) -> None:
@@ -145,9 +145,9 @@ def test_the_shape_used_last_is_evicted_last(tiny_decoder: Decoder) -> None:
     ids = ids_of(tiny_decoder, 40)
     for tokens in range(1, KEPT_BINDINGS + 1):
         step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
-    step(cache, ids[:1], TokenTree.chain(0))  # (1, 1) is the oldest, and used again
+    step(cache, ids[:1], TokenTree.chain(0))  # (1, 1, 1) is the oldest, and used again
     step(cache, ids[: KEPT_BINDINGS + 1], TokenTree.chain(KEPT_BINDINGS))
-    assert (1, 1) in cache._bindings
+    assert (1, 1, 1) in cache._bindings
     assert (2, 2) not in cache._bindings
 
 

@@ -317,7 +317,7 @@ def test_match_length_counts_beyond_the_ngram() -> None:
 def test_the_floor_decides_how_far_is_drafted() -> None:
     text = list(range(40)) * 2
     believed = PRIOR[LONGEST] + (1 - PRIOR[LONGEST]) / (PRIOR_WEIGHT + 1)  # the root came as foretold
-    for floor, length in ((0.9, 0), (0.86, 1), (0.7, 2), (0.5, 4), (0.1, 16)):
+    for floor, length in ((0.95, 0), (0.9, 1), (0.8, 2), (0.6, 5), (0.23, 15)):
         assert believed**length >= floor > believed ** (length + 1)
         draft = lookup(text[:-1], tree=DynamicTree(64, floor)).propose(text[-1], 64, 64)
         assert chain(draft) == text[:length]
