@@ -467,6 +467,7 @@ def test_disk_full(
 def run_in_child(arguments: list[str], log: Path) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     sys.argv = ["speccompile", *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests run in the background inherit that it is ignored
     cli.main()
 
 

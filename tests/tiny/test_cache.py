@@ -148,7 +148,7 @@ def test_the_shape_used_last_is_evicted_last(tiny_decoder: Decoder) -> None:
     step(cache, ids[:1], TokenTree.chain(0))  # (1, 1, 1) is the oldest, and used again
     step(cache, ids[: KEPT_BINDINGS + 1], TokenTree.chain(KEPT_BINDINGS))
     assert (1, 1, 1) in cache._bindings
-    assert (2, 2) not in cache._bindings
+    assert (2, 2, 2) not in cache._bindings
 
 
 def test_caches_of_one_target_do_not_touch_each_other(tiny_decoder: Decoder) -> None:
