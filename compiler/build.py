@@ -129,7 +129,7 @@ def build(
             versions={name: importlib.metadata.version(name) for name in VERSIONED},
         )
         write_manifest(manifest, folder)
-        eager_heads = medusa_module(source, drafted, _top_k(drafted, chosen)) if drafted else None
+        eager_heads = medusa_module(source, drafted, _top_k(chosen, drafted.draft_vocabulary)) if drafted else None
         try:
             decoder = load(folder, check_hashes=False, capacity=PROOF_CAPACITY)
             proof = prove(decoder, source, eager_heads, small, report, exact)
@@ -208,9 +208,7 @@ def write_draft_graph(
     report("tracing the draft model")
     found = survey(draft.model, min(limit, draft.max_length or limit))
     ids = draft.token_ids
-    top_k = min(
-        max(DEFAULT_TOP_K, max(tree.ranks) + 1) if isinstance(tree, TokenTree) else DEFAULT_TOP_K, found.vocab_size
-    )
+    top_k = _top_k(tree, found.vocab_size)
     info = _write_model(draft.model, found, DraftTail(ids, top_k), folder, "draft", report, exact, owner="target")
     if ids is not None:
         np.save(folder / TOKEN_MAP_FILE, ids.numpy())
@@ -274,7 +272,7 @@ def write_heads_graph(
 ) -> GraphInfo:
     """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten); `exact` as in
     `write_draft_graph`."""
-    graph = export_medusa(medusa_module(source, heads, _top_k(heads, tree)))
+    graph = export_medusa(medusa_module(source, heads, _top_k(tree, heads.draft_vocabulary)))
     nodes = len(list(graph.graph))
     precision = _write_rounded(graph, folder, "medusa", exact, owner="target")
     return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], precision, len(list(graph.graph)), nodes)
@@ -369,9 +367,10 @@ def _default_tree(
     return LOOKUP_TREE if method == "prompt-lookup" else ROOT_ALONE
 
 
-def _top_k(heads: MedusaHeads, tree: DraftTree) -> int:
+def _top_k(tree: DraftTree, draft_vocabulary: int | None) -> int:
+    """Best tokens that a drafting graph names: as many as the tree has ranks, at least ten, if there are so many."""
     wanted = max(DEFAULT_TOP_K, max(tree.ranks) + 1) if isinstance(tree, TokenTree) else DEFAULT_TOP_K
-    return min(wanted, heads.draft_vocabulary) if heads.draft_vocabulary else wanted
+    return min(wanted, draft_vocabulary) if draft_vocabulary else wanted
 
 
 def _check_tree(heads: MedusaHeads, tree: DraftTree, source: Source) -> None:
@@ -427,7 +426,7 @@ def _heads_info(heads: MedusaHeads, found: Survey, tree: DraftTree) -> HeadsInfo
         count=heads.num_heads,
         blocks=heads.num_layers,
         draft_vocabulary=heads.draft_vocabulary or found.vocab_size,
-        top_k=_top_k(heads, tree),
+        top_k=_top_k(tree, heads.draft_vocabulary),
         target_fingerprint=heads.target_fingerprint,
     )
 

@@ -35,7 +35,7 @@ _DTYPES = {
 
 Array = npt.NDArray[Any]
 
-_pool_threads: int | None = None  # size of the pool that sessions share, once `share_threads` has made it
+_pool_is_shared = False  # since `share_threads` was called
 
 
 def open_session(
@@ -60,7 +60,7 @@ def open_session(
         )
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    if _pool_threads is not None:
+    if _pool_is_shared:
         options.use_per_session_threads = False
     else:
         options.intra_op_num_threads, options.inter_op_num_threads = threads or available_cores(), 1
@@ -82,8 +82,8 @@ def share_threads(threads: int | None = None) -> None:
     Raises:
         GenerationError: when the process has a pool that was made elsewhere.
     """
-    global _pool_threads
-    if _pool_threads is not None:
+    global _pool_is_shared
+    if _pool_is_shared:
         return
     try:
         ort.set_global_thread_pool_sizes(threads or available_cores(), 1)
@@ -92,7 +92,7 @@ def share_threads(threads: int | None = None) -> None:
             f"threads: this process already has a shared pool ({_first_line(error)}); call share_threads() before "
             "anything else makes one."
         ) from error
-    _pool_threads = threads or available_cores()
+    _pool_is_shared = True
 
 
 def available_cores() -> int:

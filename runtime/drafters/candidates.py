@@ -12,7 +12,7 @@ from speccompile.graphs.errors import GenerationError
 from speccompile.graphs.tree import ROOT_ALONE, TokenTree
 from speccompile.runtime.drafters.draft import Draft
 
-_token_tree = lru_cache(maxsize=512)(TokenTree)
+token_tree = lru_cache(maxsize=512)(TokenTree)
 """Shapes recur (chains above all), and a known tree has its mask and depths already."""
 
 
@@ -97,7 +97,7 @@ class Trie:
             ranks.append(widths[parent])
             widths[parent] += 1
         return Draft(
-            _token_tree(tuple(parents), tuple(ranks)),
+            token_tree(tuple(parents), tuple(ranks)),
             np.array([self.tokens[node] for node in kept], np.int64),
             np.array([self.probabilities[node] for node in kept]),
         )

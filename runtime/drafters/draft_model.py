@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from speccompile.graphs.errors import BundleError
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree
 from speccompile.runtime.backends.ort import OrtCache, OrtTarget, StepOutput
+from speccompile.runtime.drafters.candidates import token_tree
 from speccompile.runtime.drafters.draft import Draft
 from speccompile.runtime.sampling import Sampling, distribution, draw
 
@@ -204,7 +204,7 @@ class DraftModelDrafter:
         tokens = np.array(growth.tokens, np.int64)
         if len(growth) == 1:
             return Draft(ROOT_ALONE, tokens)
-        tree = _tree(tuple(growth.parents), tuple(growth.ranks))
+        tree = token_tree(tuple(growth.parents), tuple(growth.ranks))
         if self._drawn_as:
             return Draft(tree, tokens, sampled_from=growth.sampled_from)
         return Draft(tree, tokens, np.array(growth.probabilities))
@@ -337,12 +337,6 @@ class DraftModelDrafter:
     def _room(self, growth: _Growth, count: int) -> bool:
         """Whether `count` more rows fit the cache."""
         return self.cache.length + len(growth.rows) + count <= self.cache.capacity
-
-
-@lru_cache(256)
-def _tree(parents: tuple[int, ...], ranks: tuple[int, ...]) -> TokenTree:
-    """Shapes come again and again; a known one has its mask and its depths already."""
-    return TokenTree(parents, ranks)
 
 
 def _best(probabilities: npt.NDArray[np.float64], count: int) -> list[int]:
