@@ -3,21 +3,23 @@
 Version policy: `schema` is one number. A reader refuses any other number than its own; fields may be added to
 `proof`, `measured` and `versions` without a new number, because nothing decides on them.
 
-    schema 2   manifest.json
-               {"schema": 2, "method": "plain" | "medusa" | "draft" | "lookahead" | "prompt-lookup",
+    schema 3   manifest.json
+               {"schema": 3, "method": "plain" | "medusa" | "draft" | "eagle" | "lookahead" | "prompt-lookup",
                 "target":    {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim,
                               width, max_length},
                 "heads":     null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
                 "draft":     null | {fingerprint, architecture, layers, draft_vocabulary, token_map, top_k, max_length,
                               target_fingerprint},
+                "eagle":     null | {what "draft" has, architecture naming the layout, and version, taps},
                 "lookahead": null | {window, ngram, guesses, from_prompt},
                 "lookup":    null | {ngram, guesses, newest}; with another method than prompt-lookup: --also
                 "graphs":    {"target": {file, dialect, opset, precision, nodes, traced_nodes}, ...},
                 "files":     {relative path: {sha256, bytes}},
                 "tokenizer": {fingerprint, special_tokens}, "eos_ids": [...],
-                "tree":      {"paths": [[rank, ...], ...]} | {"dynamic": {nodes, floor}} |
+                "tree":      {"paths": [[rank, ...], ...]} | {"dynamic": {nodes, floor[, depth][, top_k]}} |
                              {"adaptive": {longest, confidence}},
                 "proof": {...}, "versions": {...}}
+    schema 2   had no method eagle, and no depth and top_k of dynamic trees
     schema 1   had the methods plain and medusa only
 """
 
@@ -32,13 +34,14 @@ from typing import Any, get_type_hints
 from speccompile.graphs.errors import BundleError, SettingsError
 from speccompile.graphs.settings import LookaheadSettings, LookupSettings
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST_FILE = "manifest.json"
 # method -> what it needs besides the target: a field of the manifest, and a graph
 METHODS: dict[str, tuple[str | None, str | None]] = {
     "plain": (None, None),
     "medusa": ("heads", "medusa"),
     "draft": ("draft", "draft"),
+    "eagle": ("eagle", "eagle"),
     "lookahead": ("lookahead", None),
     "prompt-lookup": ("lookup", None),
 }
@@ -94,6 +97,19 @@ class DraftInfo:
 
 
 @dataclass(frozen=True)
+class EagleInfo(DraftInfo):
+    """An EAGLE head; its `architecture` names the layout it was read from.
+
+    Args:
+        version: 1 (EAGLE-1 and EAGLE-2) or 3.
+        taps: the target layers whose incoming residual stream it reads; empty for the post-norm hidden state.
+    """
+
+    version: int
+    taps: list[int]
+
+
+@dataclass(frozen=True)
 class GraphInfo:
     """One ONNX graph. `traced_nodes` is the count before fusing."""
 
@@ -133,10 +149,16 @@ class Manifest:
     tree: dict[str, Any]
     heads: HeadsInfo | None = None
     draft: DraftInfo | None = None
+    eagle: EagleInfo | None = None
     lookahead: LookaheadSettings | None = None
     lookup: LookupSettings | None = None
     proof: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def drafting(self) -> DraftInfo | None:
+        """The draft model or EAGLE head."""
+        return self.draft or self.eagle
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -169,6 +191,7 @@ class Manifest:
             tree=_value(data, "tree", dict, source),
             heads=_optional(HeadsInfo, data, "heads", source),
             draft=_optional(DraftInfo, data, "draft", source),
+            eagle=_optional(EagleInfo, data, "eagle", source),
             lookahead=_optional(LookaheadSettings, data, "lookahead", source),
             lookup=_optional(LookupSettings, data, "lookup", source),
             proof=_value(data, "proof", dict, source),
@@ -183,7 +206,8 @@ class Manifest:
             )
         if needed is not None and getattr(manifest, needed) is None:
             raise BundleError(f"{source}: method is '{manifest.method}' but {needed} is null; rebuild the bundle.")
-        unused = {"heads", "draft", "lookahead", "lookup"} - {needed, "lookup" if manifest.heads else None}
+        joined = "lookup" if manifest.heads or manifest.drafting else None
+        unused = {"heads", "draft", "eagle", "lookahead", "lookup"} - {needed, joined}
         for name in sorted(unused):
             if getattr(manifest, name) is not None:
                 raise BundleError(
@@ -193,7 +217,7 @@ class Manifest:
         for token in manifest.eos_ids:
             if type(token) is not int:
                 raise BundleError(f"{source}: field 'eos_ids' holds {token!r}; expected token ids.")
-        for name in ("heads", "draft"):
+        for name in ("heads", "draft", "eagle"):
             made_for = getattr(getattr(manifest, name), "target_fingerprint", None)
             if made_for is not None and made_for != manifest.target.fingerprint:
                 raise BundleError(
@@ -201,8 +225,8 @@ class Manifest:
                     f"{manifest.target.fingerprint[:12]}...; it was made for another model, rebuild the bundle."
                 )
         used = [graph.file for graph in manifest.graphs.values()]
-        if manifest.draft is not None and manifest.draft.token_map is not None:
-            used.append(manifest.draft.token_map)
+        if manifest.drafting is not None and manifest.drafting.token_map is not None:
+            used.append(manifest.drafting.token_map)
         for file in used:
             if file not in manifest.files:
                 raise BundleError(f"{source}: file '{file}' has no entry under files; rebuild the bundle.")
@@ -233,7 +257,7 @@ def _record(kind: type, data: object, where: str, source: str) -> Any:
         if hints[item.name] == (str | None) and data.get(item.name) is None:
             values[item.name] = None
         else:
-            plain = {str: str, str | None: str, int: int, bool: bool}.get(hints[item.name], dict)
+            plain = {str: str, str | None: str, int: int, bool: bool, list[int]: list}.get(hints[item.name], dict)
             values[item.name] = _value(data, item.name, plain, source, f"{where}.")
     try:
         return kind(**values)

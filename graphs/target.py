@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ def survey(model: nn.Module, max_length: int) -> Survey:
         foreign_attention(model, survey_attention(trace)),
         record_rotary(model, max_length, rotary),
     ):
-        logits, hidden = module.run_model(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None, None)
+        logits, (hidden,) = module.run_model(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None, None)
     name, expected = type(model).__name__, model.config.get_text_config().num_hidden_layers
     if len(trace.layers) != expected:
         raise TraceError(
@@ -111,16 +111,84 @@ def _refuse_by_config(model: nn.Module) -> None:
         raise TraceError(f"{name}: encoder-decoder models are not supported; give a causal language model.")
 
 
-class TargetTail(nn.Module):
-    """What a target graph gives: logits and their argmax, and hidden states where the method needs them."""
+class Tail(nn.Module):
+    """Makes a graph's outputs of logits and streams.
 
-    def __init__(self, with_hidden: bool) -> None:
+    Args:
+        outputs: names of what `forward` gives.
+        taps: the layers whose incoming residual stream it wants; the number of layers stands for what leaves the
+            last. Without any it gets one stream: the post-norm hidden state, or the state that an EAGLE head passes on.
+    """
+
+    def __init__(self, outputs: Sequence[str], taps: Sequence[int] = ()) -> None:
         super().__init__()
-        self.outputs = [contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden
+        self.outputs, self.taps = list(outputs), tuple(taps)
 
-    def forward(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """logits [B,R,V] and hidden [B,T,F], float32 -> the tensors named by `outputs`."""
+    def forward(self, logits: Tensor, streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """logits [B,R,V] and streams [B,T,F], float32 -> the tensors named by `outputs`."""
+        raise NotImplementedError
+
+
+class TargetTail(Tail):
+    """What a target graph gives: logits and their argmax, and hidden states where the method needs them.
+
+    Args:
+        fusion: makes hidden states of the streams of `taps`.
+    """
+
+    def __init__(self, with_hidden: bool, fusion: nn.Module | None = None, taps: Sequence[int] = ()) -> None:
+        super().__init__([contract.NEXT_IDS, contract.LOGITS] + [contract.HIDDEN] * with_hidden, taps)
+        self.fusion = fusion
+
+    def forward(self, logits: Tensor, streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hidden = streams[0] if self.fusion is None else self.fusion(streams)
         return (logits.argmax(-1), logits, hidden)[: len(self.outputs)]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The layers that a model's residual stream runs through.
+
+    Raises:
+        TraceError: when there is no one list of as many modules as the config has layers.
+    """
+    config: Any = model.config
+    count = config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(lists) != 1:
+        raise TraceError(f"{type(model).__name__}: its {count} layers cannot be told apart; no features can be tapped.")
+    return lists[0]
+
+
+@contextmanager
+def tapping(model: nn.Module, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """While `model` runs, the residual streams [B,T,F] of `taps` (see `Tail`), by tap.
+
+    Raises:
+        TraceError: for a tap that the model has not.
+    """
+    streams: dict[int, Tensor] = {}
+    layers = decoder_layers(model) if taps else nn.ModuleList()
+    if taps and not 0 <= min(taps) <= max(taps) <= len(layers):
+        raise TraceError(f"{type(model).__name__}: features of layers {list(taps)} asked for; it has {len(layers)}.")
+
+    def entering(tap: int) -> Callable[..., None]:
+        def keep(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            streams[tap] = args[0] if args else options["hidden_states"]
+
+        return keep
+
+    def leaving(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> None:
+        streams[len(layers)] = out[0] if isinstance(out, tuple) else out
+
+    with ExitStack() as stack:
+        for tap in taps:
+            hook = (
+                layers[tap].register_forward_pre_hook(entering(tap), with_kwargs=True)
+                if tap < len(layers)
+                else layers[-1].register_forward_hook(leaving)
+            )
+            stack.callback(hook.remove)
+        yield streams
 
 
 class TargetModule(nn.Module):
@@ -130,10 +198,10 @@ class TargetModule(nn.Module):
     shapes depend on data, by nodes that compute them from the contract's own inputs.
 
     Args:
-        tail: makes the graph's outputs of logits and hidden states; its `outputs` names them.
+        tail: makes the graph's outputs of logits and streams.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, survey: Survey | None, tail: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, trace: Trace, survey: Survey | None, tail: Tail | None = None) -> None:
         super().__init__()
         self.model, self.trace, self.survey, self.tail = model, trace, survey, tail
         parameters = inspect.signature(model.forward).parameters
@@ -155,14 +223,25 @@ class TargetModule(nn.Module):
         return getattr(self, f"cos_{index}"), getattr(self, f"sin_{index}"), self.trace.position_ids
 
     def run_model(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | None,
+        rows: Tensor | None,
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """The whole model (soft-caps and logit scaling live outside the inner one).
 
+        Args:
+            features: [B,T,F], what an EAGLE head reads beside its tokens.
+
         Returns:
-            logits [B,R,V] of the wanted rows, and hidden [B,T,F]: what the lm_head reads, for every row.
+            logits [B,R,V] of the wanted rows, and for every row the tail's streams [B,T,F]; without taps what the
+            lm_head reads, or a head's state.
         """
         seen: list[Tensor] = []
+        taps = self.tail.taps if self.tail is not None else ()
+        beside = {} if features is None else {contract.HIDDEN: features}
 
         def keep_wanted(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             seen.append(args[0])
@@ -170,16 +249,20 @@ class TargetModule(nn.Module):
 
         hook = self.model.get_output_embeddings().register_forward_pre_hook(keep_wanted)
         try:
-            out = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                attention_mask=mask,
-                past_key_values=PassThroughCache(),
-                use_cache=True,
-            )
+            with tapping(self.model, taps) as streams:
+                out = self.model(
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    attention_mask=mask,
+                    past_key_values=PassThroughCache(),
+                    use_cache=True,
+                    **beside,
+                )
         finally:
             hook.remove()
-        return out.logits, seen[0]
+        if taps:
+            return out.logits, [streams[tap] for tap in taps]
+        return out.logits, [seen[0] if features is None else out.hidden_states[-1]]
 
     def forward(
         self,
@@ -190,6 +273,7 @@ class TargetModule(nn.Module):
         total: Tensor,
         biases: Sequence[Tensor],
         past: Sequence[Tensor],
+        features: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         assert self.survey is not None and self.tail is not None
         trace = self.trace
@@ -197,16 +281,17 @@ class TargetModule(nn.Module):
         trace.biases = dict(zip(self.survey.windows, biases, strict=True))
         trace.seqlens_k, trace.total, trace.position_ids = seqlens_k, total, position_ids
         trace.layers, trace.present = [], []
-        logits, hidden = self.run_model(input_ids, position_ids, biases[0], logit_rows)
-        return (*self.tail(logits.float(), hidden.float()), *trace.present)
+        logits, streams = self.run_model(input_ids, position_ids, biases[0], logit_rows, features)
+        return (*self.tail(logits.float(), [stream.float() for stream in streams]), *trace.present)
 
 
-def trace_gqa(model: nn.Module, survey: Survey, tail: nn.Module) -> ir.Model:
+def trace_gqa(model: nn.Module, survey: Survey, tail: Tail, features: int | None = None) -> ir.Model:
     """Trace `model` into the `gqa` dialect; the graph still has the derived inputs (see `TargetModule`).
 
-    `tail` is a `TargetTail`, or `graphs.draft_model.DraftTail`.
-
     Sizes are >= 2 in the example because torch.export specialises 0 and 1.
+
+    Args:
+        features: width of the features that an EAGLE head reads beside its tokens; its graph has an input for them.
 
     Raises:
         TraceError: when the dialect's operator does not take heads of this size.
@@ -228,6 +313,7 @@ def trace_gqa(model: nn.Module, survey: Survey, tail: nn.Module) -> ir.Model:
         torch.tensor(past + tokens, dtype=torch.int32),
         [torch.zeros(batch, 1, tokens, past + tokens, dtype=dtype) for _ in survey.windows],
         [torch.zeros(shape, dtype=dtype) for _ in range(2 * len(layers))],
+        *([] if features is None else [torch.zeros(batch, tokens, features, dtype=dtype)]),
     )
     any_batch, any_tokens = Dim("B", min=1, max=4096), Dim("T", min=1, max=65536)
     any_total, any_capacity, any_rows = (
@@ -243,6 +329,7 @@ def trace_gqa(model: nn.Module, survey: Survey, tail: nn.Module) -> ir.Model:
         None,
         [{0: any_batch, 2: any_tokens, 3: any_total} for _ in survey.windows],
         [{0: any_batch, 2: any_capacity} for _ in range(2 * len(layers))],
+        *([] if features is None else [{0: any_batch, 1: any_tokens}]),
     )
     trace = Trace()
     module = TargetModule(model, trace, survey, tail).eval()
@@ -252,6 +339,7 @@ def trace_gqa(model: nn.Module, survey: Survey, tail: nn.Module) -> ir.Model:
         stack.enter_context(foreign_attention(model, gqa_attention(trace)))
         stack.enter_context(emit_rotary(model, survey.rotary, module.rotary))
         stack.enter_context(emit_rms_norm(model))
+        stack.enter_context(emit_rms_norm(tail))
         stack.enter_context(_dense_experts(model))
         program = torch.onnx.export(
             module,
@@ -266,6 +354,7 @@ def trace_gqa(model: nn.Module, survey: Survey, tail: nn.Module) -> ir.Model:
                 TOTAL_LENGTH,
                 *(bias_name(window) for window in survey.windows),
                 *contract.past_names(len(layers)),
+                *([] if features is None else [contract.HIDDEN]),
             ],
             output_names=[*tail.outputs, *contract.present_names(len(layers))],
             dynamic_shapes=dynamic,

@@ -100,8 +100,8 @@ class TokenTree:
         trees = _named_trees()
         if name not in trees:
             raise TreeError(
-                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, dynamic-N, adaptive-N, "
-                "or a JSON file."
+                f"tree '{name}' is unknown; use one of {', '.join(sorted(trees))}, chain-N, "
+                "dynamic-N[-FLOOR][-dDEPTH][-kTOPK], adaptive-N[-CONFIDENCE], or a JSON file."
             )
         return cls.from_paths(trees[name])
 
@@ -242,29 +242,42 @@ ROOT_ALONE = TokenTree.chain(0)
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A draft tree grown anew in every round from what the drafter believes then (see `grow`).
+    """A draft tree grown anew in every round from what the drafter believes then (see `grow`): the most probable paths.
+
+    With `depth` and `top_k` it is EAGLE-2's tree (arXiv 2406.16858; SafeAILab/EAGLE `eagle/model/cnets.py`,
+    `topK_genrate`): level by level the `top_k` best nodes of a level get `top_k` children each, and of all these the
+    best are kept. EAGLE's own `total_token` is `nodes`, and its `depth` is one less than the one here.
 
     Args:
         nodes: largest size of a round's tree, the root included.
         floor: paths less probable than this are not worth a row of the target call. A row costs a share of a plain
             step, so a guess pays for itself when its probability is about that share or more.
+        depth: no node is deeper; None sets no limit.
+        top_k: most children of a node, and most nodes of a level that get any; None sets no limit.
     """
 
     nodes: int
     floor: float = 0.0
+    depth: int | None = None
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 2:
             raise TreeError(f"tree: dynamic-{self.nodes} leaves no room for a guess; use at least 2 nodes.")
         if not 0 <= self.floor < 1:
             raise TreeError(f"tree: a floor of {self.floor} is no probability; use 0 up to 1.")
+        for name, value in (("depth", self.depth), ("top_k", self.top_k)):
+            if value is not None and value < 1:
+                raise TreeError(f"tree: a {name} of {value} leaves no room for a guess; use at least 1.")
 
     def __len__(self) -> int:
         return self.nodes
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """JSON form."""
-        return {"dynamic": {"nodes": self.nodes, "floor": self.floor}}
+        """JSON form; `depth` and `top_k` only where they are set."""
+        limits = {"depth": self.depth, "top_k": self.top_k}
+        set_limits = {name: value for name, value in limits.items() if value is not None}
+        return {"dynamic": {"nodes": self.nodes, "floor": self.floor, **set_limits}}
 
 
 @dataclass(frozen=True)
@@ -296,7 +309,9 @@ class AdaptiveChain:
 DraftTree = TokenTree | DynamicTree | AdaptiveChain
 
 
-def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0) -> TokenTree:
+def grow(
+    logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0, top_k: int | None = None
+) -> TokenTree:
     """The tree of the `nodes` - 1 most probable paths, when depths are guessed independently (as Medusa's heads do).
 
     A path's log-probability is the sum over its depths, so a parent never scores below its child and the tree is
@@ -307,9 +322,11 @@ def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0
         logprobs: float [D,K], non-increasing along K: depth d+1's guesses, best first.
         nodes: size of the tree, the root included; fewer when D and K allow no more.
         floor: least probability of a path; with none above it the root stands alone.
+        top_k: as in `DynamicTree`.
     """
-    depth_count, rank_count = logprobs.shape
-    table = logprobs.tolist()
+    table = logprobs[:, :top_k].tolist()
+    depth_count, rank_count = len(table), len(table[0]) if table else 0
+    parents_left = [math.inf if top_k is None else top_k] * depth_count  # by depth, as nodes come best first
     parents, ranks = [-1], [0]
     # (minus the path's score, order of creation, parent node, parent's score, depth, rank)
     candidates = [(-table[0][0], 0, 0, 0.0, 1, 0)] if depth_count else []
@@ -322,30 +339,34 @@ def grow(logprobs: npt.NDArray[np.floating[Any]], nodes: int, floor: float = 0.0
         if rank + 1 < rank_count:
             created += 1
             heappush(candidates, (-above - table[depth - 1][rank + 1], created, parent, above, depth, rank + 1))
-        if depth < depth_count:
+        if depth < depth_count and parents_left[depth]:
             created += 1
+            parents_left[depth] -= 1
             heappush(candidates, (cost - table[depth][0], created, node, -cost, depth + 1, 0))
     return TokenTree(tuple(parents), tuple(ranks))
 
 
 def read_tree(text: str) -> DraftTree:
-    """A tree as the command line writes it: a public name, chain-N, dynamic-N[-FLOOR], adaptive-N[-CONFIDENCE], or a
-    JSON file.
+    """A tree as the command line writes it: a public name, chain-N, dynamic-N[-FLOOR][-dDEPTH][-kTOPK] (such as
+    dynamic-60-d6-k10), adaptive-N[-CONFIDENCE], or a JSON file.
 
     Raises:
         TreeError: for anything else.
     """
     if text.endswith(".json"):
         return load_tree(Path(text))
-    if match := re.fullmatch(r"(dynamic|adaptive)-(\d+)(?:-(0?\.\d+))?", text, re.ASCII):
-        kind = DynamicTree if match[1] == "dynamic" else AdaptiveChain
-        return kind(int(match[2]), float(match[3] or 0))
+    size = r"-(\d+)(?:-(0?\.\d+))?"
+    if match := re.fullmatch(rf"dynamic{size}(?:-d(\d+))?(?:-k(\d+))?", text, re.ASCII):
+        depth, top_k = (None if limit is None else int(limit) for limit in match.group(3, 4))
+        return DynamicTree(int(match[1]), float(match[2] or 0), depth, top_k)
+    if match := re.fullmatch(f"adaptive{size}", text, re.ASCII):
+        return AdaptiveChain(int(match[1]), float(match[2] or 0))
     return TokenTree.named(text)
 
 
 def load_tree(path: Path) -> DraftTree:
-    """Read a JSON file: a list of rank paths, {"paths": [...]}, {"dynamic": {"nodes": N, "floor": P}} or
-    {"adaptive": {"longest": N, "confidence": P}}.
+    """Read a JSON file: a list of rank paths, {"paths": [...]}, {"dynamic": {"nodes": N, "floor": P, "depth": N,
+    "top_k": N}} or {"adaptive": {"longest": N, "confidence": P}}; only the sizes must be there.
 
     Raises:
         TreeError: when the file is not such JSON or not a tree.
@@ -371,7 +392,11 @@ def tree_from_json(data: object) -> DraftTree:
         value = fields.get(share, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TreeError(f"tree: '{share}' is {value!r}; expected a probability.")
-        return kind(fields[size], float(value))
+        limits = {limit: fields[limit] for limit in ("depth", "top_k") if kind is DynamicTree and limit in fields}
+        for limit, number in limits.items():
+            if type(number) is not int:
+                raise TreeError(f"tree: '{limit}' is {number!r}; expected a whole number, or leave it out.")
+        return kind(fields[size], float(value), **limits)
     return TokenTree.from_json(data)
 
 
