@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from torch import nn
 
 from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.compiler.draft_model import DraftModel, cut_lm_head, read_draft
+from speccompile.compiler.eagle_head import EagleHead, read_eagle
 from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
 from speccompile.compiler.prove import prove
 from speccompile.compiler.publish import staged
@@ -29,6 +29,7 @@ from speccompile.graphs.manifest import (
     METHODS,
     SCHEMA,
     DraftInfo,
+    EagleInfo,
     GraphInfo,
     HeadsInfo,
     Manifest,
@@ -39,7 +40,7 @@ from speccompile.graphs.manifest import (
 from speccompile.graphs.medusa import MedusaModule, export_medusa
 from speccompile.graphs.passes import clean, finish_gqa_target, quantise
 from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSettings
-from speccompile.graphs.target import OPSET, Survey, TargetTail, survey, trace_gqa
+from speccompile.graphs.target import OPSET, Survey, Tail, TargetTail, survey, trace_gqa
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, load_tree
 from speccompile.runtime.decoder import load
 
@@ -47,6 +48,7 @@ DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
 DRAFT_PRECISIONS = ("int8", "fp32")
 DRAFT_TREE = AdaptiveChain(8, 0.4)
+EAGLE_TREE = DynamicTree(8, 0.06, depth=6)
 TOKEN_MAP_FILE = "draft_tokens.npy"
 PROOF_CAPACITY = 1024  # tokens a sequence may hold while the bundle is proved
 VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
@@ -61,6 +63,8 @@ def build(
     method: str = "medusa",
     heads: Path | None = None,
     draft: Path | None = None,
+    head: Path | None = None,
+    norms: Mapping[str, bool] | None = None,
     lookahead: LookaheadSettings | None = None,
     lookup: LookupSettings | None = None,
     tree: DraftTree | None = None,
@@ -76,8 +80,10 @@ def build(
         method: one of `METHODS`.
         heads: Medusa heads (any layout `read_heads` knows); a model with merged heads needs none.
         draft: the draft model (see `compiler.draft_model`).
+        head: the EAGLE head, in any layout `compiler.eagle_head` knows.
+        norms: what the head's config leaves open of its norms.
         lookahead: W, N and G of method lookahead.
-        lookup: how method prompt-lookup looks up; with method medusa, its guesses join those of the heads.
+        lookup: how method prompt-lookup looks up; with another method that drafts, its guesses join those.
         tree: draft tree; default: what comes with heads or draft model, else a small one that fits them.
         draft_precision: of the weights that draft, "fp32" or "int8"; what is emitted never depends on it.
         max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
@@ -86,31 +92,35 @@ def build(
     Raises:
         SpecCompileError: naming what is wrong; nothing is left behind.
     """
-    _check_parts(method, heads, draft, lookahead, lookup, tree, draft_precision)
+    _check_parts(method, heads, draft, head, norms, lookahead, lookup, tree, draft_precision)
     with staged(out, force) as folder, TemporaryDirectory() as scratch:
-        exact = Path(scratch) if draft_precision != "fp32" and method in ("medusa", "draft") else None
+        exact = Path(scratch) if draft_precision != "fp32" and METHODS[method][1] else None
         report("reading the model")
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
         small = _read_draft(source, draft, report) if draft is not None else None
+        eagle = _read_eagle(source, head, norms or {}, report) if head is not None else None
         if method == "lookahead":
             lookahead = lookahead or LookaheadSettings()
         if method == "prompt-lookup":
             lookup = lookup or LookupSettings()
-        chosen = tree or _default_tree(method, heads or draft, drafted, lookahead)
+        chosen = tree or _default_tree(method, heads or draft or head, drafted, lookahead)
         if drafted:
             _check_tree(drafted, chosen, source)
         limit = _max_length(source, max_length)
         with _refusing(source):
             found = survey(source.model, limit)
-            graphs = {"target": write_target(source, found, folder, TargetTail(drafted is not None), report)}
-        draft_info = None
+            graphs = {"target": write_target(source, found, folder, _target_tail(drafted, eagle), report)}
+        draft_info = eagle_info = None
         if drafted:
             report("tracing the heads")
             graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder, exact)
         if small:
             with _refusing(small):
                 graphs["draft"], draft_info = write_draft_graph(small, chosen, limit, folder, exact, report)
+        if eagle:
+            with _refusing(eagle):
+                graphs["eagle"], eagle_info = write_eagle_graph(eagle, chosen, limit, folder, exact, report)
         report("writing the tokenizer")
         tokenizer = write_tokenizer(source, folder)
         manifest = Manifest(
@@ -124,6 +134,7 @@ def build(
             tree=chosen.to_json(),
             heads=_heads_info(drafted, found, chosen) if drafted else None,
             draft=draft_info,
+            eagle=eagle_info,
             lookahead=lookahead,
             lookup=lookup,
             versions={name: importlib.metadata.version(name) for name in VERSIONED},
@@ -132,7 +143,7 @@ def build(
         eager_heads = medusa_module(source, drafted, _top_k(chosen, drafted.draft_vocabulary)) if drafted else None
         try:
             decoder = load(folder, check_hashes=False, capacity=PROOF_CAPACITY)
-            proof = prove(decoder, source, eager_heads, small, report, exact)
+            proof = prove(decoder, source, eager_heads, small, eagle, report, exact)
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
         manifest = replace(manifest, proof=proof)
@@ -146,14 +157,17 @@ def verify(
     against: Path | None,
     heads: Path | None = None,
     draft: Path | None = None,
+    head: Path | None = None,
+    norms: Mapping[str, bool] | None = None,
     threads: int | None = None,
     report: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Prove a published bundle again.
 
     Args:
-        against, heads, draft: the model, heads and draft model to compare with; without them the bundle is checked
-            against itself.
+        against, heads, draft, head: the model, Medusa heads, draft model and EAGLE head to compare with; without them
+            the bundle is checked against itself.
+        norms: as in `build`.
 
     Returns:
         figures as in the manifest.
@@ -176,9 +190,11 @@ def verify(
         )
     drafted = _read_heads(source, heads, report) if heads else None
     small = _read_draft(source, draft, report) if draft else None
+    eagle = _read_eagle(source, head, norms or {}, report) if head else None
     for what, path, ours, given in (
         ("heads", heads, manifest.heads, drafted),
         ("draft model", draft, manifest.draft, small),
+        ("EAGLE head", head, manifest.eagle, eagle),
     ):
         if given and ours is None:
             raise BundleError(f"{bundle}: method {manifest.method} has no {what} to compare with {path}.")
@@ -188,7 +204,7 @@ def verify(
                 f"{given.fingerprint[:12]}...; give the {what} it was built with."
             )
     eager = medusa_module(source, drafted, manifest.heads.top_k) if drafted and manifest.heads else None
-    return prove(decoder, source, eager, small, report)
+    return prove(decoder, source, eager, small, eagle, report)
 
 
 def write_target(source: Source, found: Survey, folder: Path, tail: TargetTail, report: Report) -> GraphInfo:
@@ -224,17 +240,55 @@ def write_draft_graph(
     )
 
 
+def write_eagle_graph(
+    head: EagleHead, tree: DraftTree, limit: int, folder: Path, exact: Path | None, report: Report
+) -> tuple[GraphInfo, EagleInfo]:
+    """Trace and write eagle.onnx and the ids of its tokens, as `write_draft_graph` does for a draft model.
+
+    Its rope reaches as far as the target's positions, whatever its config says: heads are trained on short texts, and
+    what they guess behind those may be worse, never wrong.
+    """
+    report("tracing the EAGLE head")
+    found = survey(head.model, limit)
+    ids, top_k = head.token_ids, _top_k(tree, found.vocab_size)
+    tail = DraftTail(ids, top_k, with_state=True)
+    width = head.model.feature_width
+    info = _write_model(head.model, found, tail, folder, "eagle", report, exact, owner="target", features=width)
+    if ids is not None:
+        np.save(folder / TOKEN_MAP_FILE, ids.numpy())
+    return info, EagleInfo(
+        fingerprint=head.fingerprint,
+        architecture=head.layout,
+        layers=head.layers,
+        draft_vocabulary=found.vocab_size,
+        token_map=None if ids is None else TOKEN_MAP_FILE,
+        top_k=top_k,
+        max_length=limit,
+        target_fingerprint=head.target_fingerprint,
+        version=head.version,
+        taps=list(head.form.taps),
+    )
+
+
+def _target_tail(drafted: MedusaHeads | None, eagle: EagleHead | None) -> TargetTail:
+    """What the target has to give for the method."""
+    if eagle is None:
+        return TargetTail(drafted is not None)
+    return TargetTail(True, eagle.model.fusion if eagle.form.taps else None, eagle.form.taps)
+
+
 def _write_model(
     model: Any,
     found: Survey,
-    tail: nn.Module,
+    tail: Tail,
     folder: Path,
     name: str,
     report: Report,
     exact: Path | None = None,
     owner: str | None = None,
+    features: int | None = None,
 ) -> GraphInfo:
-    graph = trace_gqa(model, found, tail)
+    graph = trace_gqa(model, found, tail, features)
     clean(graph)
     traced = len(list(graph.graph))
     report(f"fusing the {name}")
@@ -312,6 +366,8 @@ def _check_parts(
     method: str,
     heads: Path | None,
     draft: Path | None,
+    head: Path | None,
+    norms: Mapping[str, bool] | None,
     lookahead: LookaheadSettings | None,
     lookup: LookupSettings | None,
     tree: DraftTree | None,
@@ -327,14 +383,18 @@ def _check_parts(
     for option, value, methods in (
         ("--heads", heads, ("medusa",)),
         ("--draft", draft, ("draft",)),
+        ("--head", head, ("eagle",)),
+        ("--norm", norms or None, ("eagle",)),
         ("lookahead's settings", lookahead, ("lookahead",)),
-        ("prompt lookup's settings", lookup, ("prompt-lookup", "medusa")),
-        ("--tree", tree, ("medusa", "draft", "prompt-lookup")),
+        ("prompt lookup's settings", lookup, ("prompt-lookup", "medusa", "draft", "eagle")),
+        ("--tree", tree, ("medusa", "draft", "eagle", "prompt-lookup")),
     ):
         if value is not None and method not in methods:
             raise SpecCompileError(f"{option}: of no use to method {method}; it goes with {' or '.join(methods)}.")
     if method == "draft" and draft is None:
         raise SpecCompileError("--draft: method draft needs a draft model; give a folder or .gguf file.")
+    if method == "eagle" and head is None:
+        raise SpecCompileError("--head: method eagle needs a head; give its folder.")
     if method == "prompt-lookup" and tree is not None and not isinstance(tree, DynamicTree):
         raise SpecCompileError("--tree: prompt lookup grows its trees; give dynamic-N or dynamic-N-FLOOR.")
     if method == "medusa" and isinstance(tree, AdaptiveChain):
@@ -352,6 +412,14 @@ def _read_draft(source: Source, path: Path, report: Report) -> DraftModel:
     return draft
 
 
+def _read_eagle(source: Source, path: Path, norms: Mapping[str, bool], report: Report) -> EagleHead:
+    report("reading the EAGLE head")
+    head = read_eagle(path, source, norms=norms)
+    for warning in head.warnings:
+        report(f"warning: {warning}")
+    return head
+
+
 def _default_tree(
     method: str, path: Path | None, heads: MedusaHeads | None, lookahead: LookaheadSettings | None
 ) -> DraftTree:
@@ -364,6 +432,8 @@ def _default_tree(
         return DynamicTree(lookahead.nodes, 0.0 if lookahead.window else LOOKUP_TREE.floor)
     if method == "draft":
         return DRAFT_TREE
+    if method == "eagle":
+        return EAGLE_TREE
     return LOOKUP_TREE if method == "prompt-lookup" else ROOT_ALONE
 
 
@@ -385,7 +455,7 @@ def _check_tree(heads: MedusaHeads, tree: DraftTree, source: Source) -> None:
 
 
 @contextmanager
-def _refusing(source: Source | DraftModel) -> Iterator[None]:
+def _refusing(source: Source | DraftModel | EagleHead) -> Iterator[None]:
     """Whatever an architecture nobody tried makes the tracer raise is a refusal by name."""
     try:
         yield
@@ -393,7 +463,8 @@ def _refusing(source: Source | DraftModel) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise TraceError(f"{source.path}: {source.architecture} cannot be traced ({reason}).") from error
+        kind = source.layout if isinstance(source, EagleHead) else source.architecture
+        raise TraceError(f"{source.path}: {kind} cannot be traced ({reason}).") from error
 
 
 def _max_length(source: Source, wanted: int | None) -> int:

@@ -75,13 +75,21 @@ def commands() -> None:
 @click.argument("model", type=PATH)
 @click.option(
     "--method",
-    type=click.Choice(["medusa", "draft", "lookahead", "prompt-lookup", "plain"]),
+    type=click.Choice(["medusa", "draft", "eagle", "lookahead", "prompt-lookup", "plain"]),
     default="medusa",
     show_default=True,
 )
 @click.option("--heads", type=PATH, help="medusa: the heads; a model with merged heads needs none.")
 @click.option(
     "--draft", type=PATH, help="draft: the draft model, a transformers folder, .gguf file or `train draft`'s."
+)
+@click.option("--head", type=PATH, help="eagle: the head, in any public layout, or `train eagle`'s.")
+@click.option(
+    "--norm",
+    "norms",
+    multiple=True,
+    metavar="NAME=true|false",
+    help="eagle: a norm that the head's config leaves open (the refusal names it); may be repeated.",
 )
 @click.option("--window", type=int, help="lookahead: W, columns; 0 takes n-grams from the text only. Default: 5.")
 @click.option("--ngram", type=int, help="lookahead: N; prompt lookup: longest n-gram looked up. Default: 3.")
@@ -90,12 +98,17 @@ def commands() -> None:
 @click.option(
     "--match", type=click.Choice(["newest", "oldest"]), help="prompt lookup: which place first. Default: newest."
 )
-@click.option("--also", type=click.Choice(["prompt-lookup"]), help="medusa: guesses of prompt lookup join the heads'.")
+@click.option(
+    "--also", type=click.Choice(["prompt-lookup"]), help="medusa, draft, eagle: guesses of prompt lookup join theirs."
+)
 @click.option(
     "--tree",
-    help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N[-FLOOR], for draft models adaptive-N[-CONFIDENCE]) "
-    "or a JSON file. Default: the one that comes with heads or draft model.",
+    help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N[-FLOOR][-dDEPTH][-kTOPK], for what drafts token by "
+    "token adaptive-N[-CONFIDENCE]) or a JSON file. Default: the one that comes with heads or draft model.",
 )
+@click.option("--nodes", type=int, help="A dynamic tree (EAGLE-2) of at most this many nodes, the root included.")
+@click.option("--depth", type=int, help="With --nodes: depth of its deepest node. Default: 6.")
+@click.option("--top-k", type=int, help="With --nodes: children per node, and nodes that go on per level. Default: 10.")
 @click.option(
     "--draft-precision",
     type=click.Choice(["int8", "fp32"]),
@@ -114,6 +127,8 @@ def build(
     method: str,
     heads: Path | None,
     draft: Path | None,
+    head: Path | None,
+    norms: tuple[str, ...],
     window: int | None,
     ngram: int | None,
     guesses: int | None,
@@ -121,6 +136,9 @@ def build(
     match: str | None,
     also: str | None,
     tree: str | None,
+    nodes: int | None,
+    depth: int | None,
+    top_k: int | None,
     draft_precision: str,
     out: Path | None,
     max_length: int | None,
@@ -135,7 +153,10 @@ def build(
     for option, value, fits in (
         ("--heads", heads, method == "medusa"),
         ("--draft", draft, method == "draft"),
-        ("--also", also, method == "medusa"),
+        ("--head", head, method == "eagle"),
+        ("--norm", norms or None, method == "eagle"),
+        ("--also", also, method in ("medusa", "draft", "eagle")),
+        ("--nodes", nodes, method in ("medusa", "draft", "eagle")),
         ("--window", window, method == "lookahead"),
         ("--pool-from-prompt", pool_from_prompt or None, method == "lookahead"),
         ("--match", match, looks_up),
@@ -159,9 +180,11 @@ def build(
             method=method,
             heads=heads,
             draft=draft,
+            head=head,
+            norms=_norms(norms),
             lookahead=lookahead,
             lookup=lookup,
-            tree=_tree(tree),
+            tree=_tree(tree, nodes, depth, top_k),
             draft_precision=draft_precision,
             max_length=max_length,
             force=force,
@@ -179,18 +202,28 @@ def build(
 @click.option("--against", type=PATH, help="The model to compare with. Default: check the bundle against itself.")
 @click.option("--heads", type=PATH, help="The heads to compare with; goes with --against.")
 @click.option("--draft", type=PATH, help="The draft model to compare with; goes with --against.")
+@click.option("--head", type=PATH, help="The EAGLE head to compare with; goes with --against.")
+@click.option("--norm", "norms", multiple=True, metavar="NAME=true|false", help="As in build.")
 @click.option("--threads", type=int)
 @click.option("--json", "as_json", is_flag=True)
 def verify(
-    bundle: Path, against: Path | None, heads: Path | None, draft: Path | None, threads: int | None, as_json: bool
+    bundle: Path,
+    against: Path | None,
+    heads: Path | None,
+    draft: Path | None,
+    head: Path | None,
+    norms: tuple[str, ...],
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Prove BUNDLE again: hashes, trees, commits, speculative tokens, and with --against the model's own logits."""
     from speccompile.compiler.build import verify as check
 
-    if (heads or draft) is not None and against is None:
-        raise click.UsageError(f"{'--heads' if heads else '--draft'} goes with --against.")
+    for option, value in (("--heads", heads), ("--draft", draft), ("--head", head)):
+        if value is not None and against is None:
+            raise click.UsageError(f"{option} goes with --against.")
     with progress(as_json) as report:
-        figures = check(bundle, against, heads, draft, threads, report)
+        figures = check(bundle, against, heads, draft, head, _norms(norms), threads, report)
     if as_json:
         click.echo(json.dumps(figures))
     else:
@@ -198,10 +231,26 @@ def verify(
         notes.print(f"[bold]{bundle}[/bold] holds")
 
 
-def _tree(name: str | None) -> Any:
-    from speccompile.graphs.tree import read_tree
+def _tree(name: str | None, nodes: int | None, depth: int | None, top_k: int | None) -> Any:
+    from speccompile.graphs.tree import DynamicTree, read_tree
 
-    return None if name is None else read_tree(name)
+    if nodes is None:
+        if depth is not None or top_k is not None:
+            raise click.UsageError(f"{'--depth' if depth is not None else '--top-k'} goes with --nodes.")
+        return None if name is None else read_tree(name)
+    if name is not None:
+        raise click.UsageError("--nodes describes a tree, and so does --tree; give one of them.")
+    return DynamicTree(nodes, depth=6 if depth is None else depth, top_k=10 if top_k is None else top_k)
+
+
+def _norms(given: tuple[str, ...]) -> dict[str, bool]:
+    norms = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if value not in ("true", "false"):
+            raise click.UsageError(f"--norm: '{text}' is not NAME=true or NAME=false.")
+        norms[name] = value == "true"
+    return norms
 
 
 def _show_proof(figures: dict[str, Any]) -> None:
@@ -333,7 +382,7 @@ def compare(stats: Any, plain: Any) -> dict[str, tuple[float | None, float | Non
 @click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True)
 def inspect(path: Path, as_json: bool) -> None:
-    """Describe a bundle, a model or Medusa heads."""
+    """Describe a bundle, a model, Medusa heads, an EAGLE head or a draft model."""
     from speccompile.compiler.inspection import describe, show
 
     facts = describe(path)

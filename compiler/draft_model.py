@@ -23,20 +23,17 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from speccompile.compiler.checkpoint import Source, read_model
+from speccompile.compiler.tensors import check_finite, check_packing, pack, read_file, unpack
 from speccompile.graphs.errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_KEY = "speccompile_draft"
 SHARES = ["embedding", "lm_head"]
 TOKEN_MAP = "token_map"
-SCALE = ".scale"
-DTYPES = ("fp16", "int8")
-INT8_MAX = 127
 
 # Where tokenizers with equal vocabularies still differ: splitting, spaces, digits, normal forms, rare scripts.
 SAMPLE_TEXTS = (
@@ -199,27 +196,8 @@ def _read_slim(path: Path, about: Mapping[str, Any], target: Source) -> DraftMod
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a slim draft as float32 (token_map as it is), int8 matrices multiplied by their scales."""
-    try:
-        stored = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: damaged or no safetensors file ({error}); fetch it again.") from error
-    tensors = {}
-    for name, tensor in stored.items():
-        if name == TOKEN_MAP:
-            tensors[name] = tensor
-        elif tensor.dtype == torch.int8:
-            scale = stored.get(name + SCALE)
-            if scale is None:
-                raise CheckpointError(f"{file}: tensor '{name}{SCALE}' is missing; write the draft model again.")
-            if scale.shape != (*tensor.shape[:-1], 1):
-                raise CheckpointError(
-                    f"{file}: '{name}{SCALE}' has shape {list(scale.shape)}; expected "
-                    f"{[*tensor.shape[:-1], 1]}, one scale per row of '{name}'."
-                )
-            tensors[name] = tensor.float() * scale.float()
-        elif not name.endswith(SCALE) or name.removesuffix(SCALE) not in stored:
-            tensors[name] = tensor.float()
-    return tensors
+    stored = read_file(file, list)
+    return {name: tensor if name == TOKEN_MAP else tensor.float() for name, tensor in unpack(file, stored).items()}
 
 
 def _check_tensors(file: Path, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -233,8 +211,7 @@ def _check_tensors(file: Path, tensors: Mapping[str, torch.Tensor], expected: Ma
                 f"{file}: tensor '{name}' has shape {list(tensors[name].shape)} but config.json says "
                 f"{list(expected[name].shape)}; the two do not belong together."
             )
-        if not torch.isfinite(tensors[name]).all():
-            raise CheckpointError(f"{file}: tensor '{name}' holds NaN or infinite values; the file is damaged.")
+        check_finite(file, name, tensors[name])
 
 
 def _check_token_map(file: Path, token_ids: torch.Tensor, vocab_size: int) -> None:
@@ -438,41 +415,26 @@ def check_dtype(dtype: str) -> None:
     Raises:
         CheckpointError: for an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"draft model: dtype '{dtype}' is unknown; use one of {', '.join(DTYPES)}.")
+    check_packing("draft model", dtype)
 
 
 def write_draft(draft: DraftModel, folder: Path, dtype: str = "fp16") -> None:
     """Write a draft cut out of its target in the slim form (see the module).
 
     Args:
-        dtype: "fp16", or "int8": matrices as int8, each row with a scale of its largest value / 127, so that a weight
-            moves by half a scale at most; vectors stay fp16.
+        dtype: "fp16" or "int8", see `tensors.pack`.
 
     Raises:
         CheckpointError: when a weight is too large for its dtype.
     """
-    check_dtype(dtype)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in own_tensors(draft.model).items():
-        value = tensor.detach().float().cpu()
-        if dtype == "int8" and value.dim() > 1:
-            scale = (value.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-            tensors[name] = (value / scale).round().to(torch.int8).contiguous()
-            tensors[name + SCALE] = scale.contiguous()
-            continue
-        tensors[name] = value.half().contiguous()
-        if not torch.isfinite(tensors[name]).all():
-            raise CheckpointError(
-                f"draft model: {name} reaches {float(value.abs().max()):.4g}, too large for fp16; write int8."
-            )
+    packed = pack("draft model", own_tensors(draft.model), dtype)
     if draft.token_ids is not None:
-        tensors[TOKEN_MAP] = draft.token_ids.to(torch.int64).contiguous()
+        packed[TOKEN_MAP] = draft.token_ids.to(torch.int64).contiguous()
     about = {"target_fingerprint": draft.target_fingerprint, "layers": list(draft.taken), "shares": SHARES}
     config = json.loads(draft.model.config.to_json_string(use_diff=True)) | {CONFIG_KEY: about}
     config["architectures"] = [draft.architecture]
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(packed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

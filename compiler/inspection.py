@@ -1,4 +1,4 @@
-"""What `speccompile inspect` says of a bundle, a model or Medusa heads."""
+"""What `speccompile inspect` says of a bundle, a model, Medusa heads or an EAGLE head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from speccompile.graphs.errors import CheckpointError
@@ -24,12 +25,15 @@ def describe(path: Path) -> dict[str, Any]:
     if (path / MANIFEST_FILE).is_file():
         return describe_bundle(path)
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder; give a bundle, a model or Medusa heads.")
+        raise CheckpointError(f"{path}: no such file or folder; give a bundle, a model or heads.")
     from speccompile.compiler.draft_model import slim_facts
+    from speccompile.compiler.eagle_head import looks_like_eagle
     from speccompile.compiler.medusa_heads import read_heads
 
     if (slim := slim_facts(path)) is not None:
         return {"kind": "draft model", "path": str(path), **slim}
+    if looks_like_eagle(path):
+        return describe_eagle(path)
     try:
         heads = read_heads(path)
     except CheckpointError as not_heads:
@@ -51,6 +55,48 @@ def describe(path: Path) -> dict[str, Any]:
         "draft_vocabulary": heads.draft_vocabulary,
         "fingerprint": heads.fingerprint,
         "target_fingerprint": heads.target_fingerprint,
+    }
+
+
+def describe_eagle(path: Path) -> dict[str, Any]:
+    """An EAGLE head: what it was taken for and why; what depends on its target stays open."""
+    from speccompile.compiler.eagle_head import own_tensors, read_eagle
+
+    head = read_eagle(path, None)
+    form, config = head.form, head.model.config
+    switches = {
+        1: ("embedding_norm", "feature_norm", "input_norm", "output_norm"),
+        3: ("fusion_norm", "norm_before_residual", "norm_output"),
+    }[head.version]
+    return {
+        "kind": "eagle head",
+        "path": str(path),
+        "version": head.version,
+        "layout": head.layout,
+        "reasons": list(head.reasons),
+        "layers": head.layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "parameters": sum(tensor.numel() for tensor in own_tensors(head).values()),
+        "reads": (
+            "the post-norm hidden state"
+            if head.version == 1
+            else f"what enters the target's layers {list(form.taps) if head.taps_known else '2, L//2, L-3'}"
+        ),
+        "taps": list(form.taps) if head.taps_known else None,
+        **{name: getattr(form, name) for name in (*switches, "query_norm")},
+        "biases": [name for name, module in head.model.named_modules() if getattr(module, "bias", None) is not None],
+        "rope": config.rope_parameters,
+        "embedding": "the target's" if "embedding" in head.shares else "its own",
+        "lm_head": "the target's" if "lm_head" in head.shares else "its own",
+        "vocab_size": config.vocab_size,
+        "draft_vocabulary": head.draft_vocabulary,
+        "fingerprint": head.fingerprint or None,
+        "target_fingerprint": head.target_fingerprint,
+        "warnings": list(head.warnings),
     }
 
 
@@ -141,5 +187,6 @@ def show(facts: dict[str, Any], console: Console) -> None:
 def _show_pairs(facts: dict[str, Any], console: Console) -> None:
     table = Table(show_header=False, box=None)
     for name, value in facts.items():
-        table.add_row(f"[bold]{name}[/bold]", str(value))
+        sentences = isinstance(value, list) and name in ("reasons", "warnings")
+        table.add_row(f"[bold]{name}[/bold]", escape("\n".join(value) if sentences else str(value)))
     console.print(table)

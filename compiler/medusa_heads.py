@@ -21,10 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import re
-import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from speccompile.compiler.tensors import check_token_ids, float32, read_file, read_json
 from speccompile.graphs.errors import CheckpointError
 
 Block = tuple[torch.Tensor, torch.Tensor | None]
@@ -202,7 +199,7 @@ def check_against(heads: MedusaHeads, hidden_size: int, vocab_size: int, target_
         )
     warnings = []
     if heads.token_map is not None:
-        _check_token_ids(f"{source}: token_map", heads.token_map, vocab_size)
+        check_token_ids(f"{source}: token_map", heads.token_map, vocab_size)
     elif heads.draft_vocabulary is not None and heads.draft_vocabulary > vocab_size:
         raise CheckpointError(
             f"{source}: heads have a vocabulary of {heads.draft_vocabulary} tokens but the target has "
@@ -241,7 +238,7 @@ def reduce_vocabulary(heads: MedusaHeads, vocab_size: int, token_ids: Sequence[i
         CheckpointError: when an id is repeated, outside the vocabulary, or not in the heads' present one.
     """
     wanted = torch.as_tensor(token_ids, dtype=torch.int64).sort().values
-    _check_token_ids(f"{heads.source}: reduced vocabulary", wanted, vocab_size)
+    check_token_ids(f"{heads.source}: reduced vocabulary", wanted, vocab_size)
     known = heads.token_map
     if known is None:
         known = torch.arange(vocab_size if heads.draft_vocabulary is None else heads.draft_vocabulary)
@@ -255,17 +252,6 @@ def reduce_vocabulary(heads: MedusaHeads, vocab_size: int, token_ids: Sequence[i
         )
     lm_heads = None if heads.lm_heads is None else tuple(matrix[rows] for matrix in heads.lm_heads)
     return replace(heads, lm_heads=lm_heads, token_map=wanted)
-
-
-def _check_token_ids(name: str, token_ids: torch.Tensor, vocab_size: int) -> None:
-    if not len(token_ids):
-        raise CheckpointError(f"{name} is empty.")
-    outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-    if len(outside):
-        raise CheckpointError(f"{name} holds id {int(outside[0])}, outside the target's {vocab_size} tokens.")
-    values, counts = token_ids.unique(return_counts=True)
-    if len(values) != len(token_ids):
-        raise CheckpointError(f"{name} holds id {int(values[counts > 1][0])} more than once.")
 
 
 # ---- writing ----
@@ -324,7 +310,7 @@ def read_heads(path: Path) -> MedusaHeads:
         CheckpointError: when there are no heads, a file is damaged or holds code, tensors are missing,
             unknown or misshapen, or config.json promises more heads or blocks than the file holds.
     """
-    config = _read_config((path if path.is_dir() else path.parent) / "config.json")
+    config = read_json((path if path.is_dir() else path.parent) / "config.json")
     file, tensors = _find_tensors(path)
     prefix = next((prefix for prefix in PREFIXES if all(key.startswith(prefix) for key in tensors)), "")
     tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
@@ -362,7 +348,7 @@ def _take_blocks(
     for key in list(tensors):
         if match := pattern.fullmatch(key):
             layers = found.setdefault(int(match["head"]), {})
-            layers.setdefault(int(match["layer"]), {})[match["part"]] = _float32(file, key, tensors.pop(key))
+            layers.setdefault(int(match["layer"]), {})[match["part"]] = float32(file, key, tensors.pop(key))
     heads = max(found) + 1
     layers_per_head = 1 + max(max(layers) for layers in found.values())
     for head in range(heads):
@@ -387,12 +373,12 @@ def _take_lm_heads(
 ) -> tuple[torch.Tensor, ...] | None:
     """Remove the heads' own matrices from `tensors`: one per head, one for all, or None."""
     if vllm and "lm_head.weight" in tensors:
-        return (_float32(file, "lm_head.weight", tensors.pop("lm_head.weight")),)
+        return (float32(file, "lm_head.weight", tensors.pop("lm_head.weight")),)
     found: dict[int, torch.Tensor] = {}
     for key in list(tensors):
         match = (_VLLM_MATRIX if vllm else _MATRIX).fullmatch(key)
         if match and (vllm or int(match["layer"]) == layers):
-            found[int(match["head"])] = _float32(file, key, tensors.pop(key))
+            found[int(match["head"])] = float32(file, key, tensors.pop(key))
     if not found:
         return None
     if vllm and config.get("original_lm_head") and 0 in found:
@@ -424,32 +410,11 @@ def _select_rows(file: Path, matrix: torch.Tensor, token_map: torch.Tensor) -> t
     """The rows that a token_map names; a matrix no longer than the map has been reduced already."""
     if len(matrix) <= len(token_map):
         return matrix
-    _check_token_ids(f"{file}: token_map", token_map, len(matrix))
+    check_token_ids(f"{file}: token_map", token_map, len(matrix))
     return matrix[token_map]
 
 
-def _float32(file: Path, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{file}: tensor '{key}' is {tensor.dtype}; quantised heads are not supported.")
-    if tensor.dim() == 0:
-        raise CheckpointError(f"{file}: tensor '{key}' is a single number; expected a matrix or a vector.")
-    # A copy: the tensor may be a view of a memory-mapped file that is replaced while we hold it.
-    return tensor.detach().to(torch.float32, copy=True)
-
-
 # ---- config.json ----
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(config).__name__}.")
-    return config
 
 
 def _config_counts(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -500,7 +465,7 @@ def _find_tensors(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     candidates = [path / name for name in CANDIDATE_FILES] if path.is_dir() else [path]
     present = [file for file in candidates if file.is_file()]
     for file in present:
-        tensors = _read_sharded(file) if file.name.endswith(".index.json") else _read_file(file)
+        tensors = read_file(file, _head_keys)
         if tensors:
             return file, tensors
     if present:
@@ -516,50 +481,3 @@ def _head_keys(keys: Iterable[str]) -> list[str]:
         if any(_BLOCK.fullmatch(key) or _VLLM_BLOCK.fullmatch(key) for key in bare):
             return [prefix + key for key in bare]
     return keys if any(_BLOCK.fullmatch(key) or _VLLM_BLOCK.fullmatch(key) for key in keys) else []
-
-
-def _read_sharded(index: Path) -> dict[str, torch.Tensor]:
-    """Head tensors of a sharded model; shards without any are not opened."""
-    weight_map = _read_config(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map is missing or does not map tensors to files.")
-    keys = _head_keys(weight_map)
-    tensors: dict[str, torch.Tensor] = {}
-    for name in sorted({weight_map[key] for key in keys}):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: shard '{name}' is not a plain file name.")
-        tensors |= _read_file(index.parent / name)
-    if missing := sorted(set(keys) - set(tensors)):
-        raise CheckpointError(f"{index}: tensor '{missing[0]}' is not in shard {weight_map[missing[0]]}.")
-    return tensors
-
-
-def _read_file(file: Path) -> dict[str, torch.Tensor]:
-    """The head tensors of one `.safetensors`, `.pt` or `.bin` file."""
-    if file.suffix != ".safetensors":
-        state = _load_pickle(file)
-        return {key: state[key] for key in _head_keys(state)}
-    try:
-        with safe_open(file, framework="pt") as reader:
-            return {key: reader.get_tensor(key) for key in _head_keys(reader.keys())}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: damaged or no safetensors file ({error}); fetch it again.") from error
-
-
-def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        # Only torch's zip format can be mapped, so that a merged model's other tensors are not read.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # damaged or hostile bytes make the unpickler raise nearly anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "the unpickler refuses it"  # torch's own advice is to run the code
-        raise CheckpointError(
-            f"{file}: not a plain tensor file ({reason}); it is damaged, or holds code, which is never run: "
-            f"fetch it again or have it converted to safetensors."
-        ) from error
-    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{file}: expected a dict of tensors, as torch.save(state_dict) writes.")
-    return state

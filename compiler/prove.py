@@ -6,9 +6,10 @@ Each check names the layer of the pipeline that is wrong when it fails:
     tree      graph against eager transformers, every path of a tree     -> tree mask or positions
     path      tree against each of its paths run alone in the graph      -> attention kernel, row independence
     commit    next logits after a moved path against a fresh prefill     -> cache commit
-    hidden    feature output against eager transformers                  -> feature tap
+    hidden    feature output against eager transformers                  -> feature tap, or a head's fusion
     heads     heads graph against the eager heads                        -> heads graph
     draft     draft graph against the eager draft model, level by level  -> draft graph, its mask or positions
+    eagle     head's graph against the eager head, level by level        -> head's graph, its mask, positions or states
     *_int8    the same in int8, with the bounds of rounding              -> how weights are packed
     tokens    speculative greedy tokens against plain ones               -> decoding loop
 
@@ -28,8 +29,10 @@ import torch
 
 from speccompile.compiler.checkpoint import Source
 from speccompile.compiler.draft_model import DraftModel
+from speccompile.compiler.eagle_head import EagleHead
 from speccompile.graphs.errors import ProofError
 from speccompile.graphs.medusa import MedusaModule
+from speccompile.graphs.target import tapping
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtHeads, OrtTarget, StepOutput
 from speccompile.runtime.decoder import Decoder
@@ -79,6 +82,7 @@ def prove(
     source: Source | None,
     heads: MedusaModule | None = None,
     draft: DraftModel | None = None,
+    eagle: EagleHead | None = None,
     report: Report = lambda _: None,
     exact: Path | None = None,
 ) -> dict[str, Any]:
@@ -88,6 +92,7 @@ def prove(
         source: the model to compare with; None proves the bundle against itself only.
         heads: the eager heads to compare with, giving as many guesses as the bundle's.
         draft: the draft model to compare with, its lm_head cut down as the bundle's is.
+        eagle: the EAGLE head to compare with.
         exact: folder with the drafting graphs before their weights were rounded to int8, when they were.
 
     Returns:
@@ -113,14 +118,18 @@ def prove(
             _prove_heads(proof, decoder, OrtHeads(exact / "medusa.onnx", threads=1), "fp32", source, heads, prompts)
         precision = decoder.bundle.manifest.graphs["medusa"].precision
         _prove_heads(proof, decoder, decoder.heads, precision, source, heads, prompts)
-    if draft is not None and decoder.draft is not None:
-        report("proving the draft model")
-        graphs = [(decoder.draft, decoder.bundle.manifest.graphs["draft"].precision)]
+    if decoder.draft is not None and (draft is not None or (eagle is not None and source is not None)):
+        name = "draft" if draft is not None else "eagle"
+        report("proving the draft model" if draft is not None else "proving the EAGLE head")
+        graphs = [(decoder.draft, decoder.bundle.manifest.graphs[name].precision)]
         if exact is not None:
-            graphs.insert(0, (OrtTarget(exact / "draft.onnx", threads=1), "fp32"))
+            graphs.insert(0, (OrtTarget(exact / f"{name}.onnx", threads=1), "fp32"))
         for graph, precision in graphs:
             for prompt in prompts:
-                _prove_draft(proof, decoder, graph, precision, draft, prompt)
+                if draft is not None:
+                    _prove_draft(proof, decoder, graph, precision, draft, prompt)
+                elif eagle is not None and source is not None:
+                    _prove_eagle(proof, decoder, graph, precision, eagle, source, prompt)
     report("proving tokens")
     proof.figures["tokens"] = _prove_tokens(decoder, prompts)
     return proof.figures
@@ -249,19 +258,97 @@ def _prove_draft(
         out = cache.run(tokens[level], cache.length + tree.depths[level], mask, np.arange(len(level)))
         texts += [[*prompt, *tokens[tree.ancestry(int(node))].tolist()] for node in level]
         rows += [(out.logits[0, row].copy(), _topk(out, row)) for row in range(len(level))]
-    names = decoder.draft_tokens
-    for text, (logits, (ids, logprobs)) in zip(texts, rows, strict=True):
+    for text, (logits, best) in zip(texts, rows, strict=True):
         with torch.no_grad():
             eager = draft.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float().numpy()
         bound = tolerance * float(np.abs(eager).max())
         blame = "the draft graph, its tree mask or positions" if precision == "fp32" else ROUNDING
         proof.require(name, _distance(logits, eager), bound, blame)
-        # The best tokens are held against the graph's own logits, which leaves no room for rounding.
-        own = logits - np.logaddexp.reduce(logits.astype(np.float64))
-        columns = ids if names is None else np.searchsorted(names, ids)
-        best = np.sort(own)[::-1][: len(ids)]
-        wrong = max(_distance(logprobs, own[columns]), _distance(logprobs, best))
-        proof.require("draft_topk", wrong, LOGPROB_TOLERANCE, "the draft graph's best tokens")
+        _require_topk(proof, "draft_topk", decoder.draft_tokens, logits, *best)
+
+
+def _require_topk(
+    proof: Proof, name: str, token_ids: Array | None, logits: Array, ids: Array, logprobs: Array
+) -> None:
+    """The best tokens are held against the graph's own logits, which leaves no room for rounding."""
+    own = logits - np.logaddexp.reduce(logits.astype(np.float64))
+    columns = ids if token_ids is None else np.searchsorted(token_ids, ids)
+    best = np.sort(own)[::-1][: len(ids)]
+    wrong = max(_distance(logprobs, own[columns]), _distance(logprobs, best))
+    proof.require(name, wrong, LOGPROB_TOLERANCE, "the drafting graph's best tokens")
+
+
+def _prove_eagle(
+    proof: Proof,
+    decoder: Decoder,
+    graph: OrtTarget,
+    precision: str,
+    head: EagleHead,
+    source: Source,
+    prompt: list[int],
+) -> None:
+    """Features of the target graph, and a tree run level by level behind them, against every path in the eager head."""
+    name, tolerance = ("eagle", LOGIT_TOLERANCE) if precision == "fp32" else ("eagle_int8", INT8_LOGIT_TOLERANCE)
+    tree, count = BRANCHING, len(prompt)
+    tokens = np.random.default_rng(1).integers(decoder.target.vocab_size, size=len(tree))
+    chain = TokenTree.chain(count - 1)
+    out = decoder.target.open(count).run(np.array(prompt), chain.depths, chain.mask, np.array([count - 1]))
+    assert out.hidden is not None
+    features = out.hidden[0].copy()
+    want = eager_features(source, head, prompt)
+    bound = LOGIT_TOLERANCE * float(np.abs(want).max())
+    proof.require("hidden", _distance(features, want), bound, "the feature output of the target graph")
+
+    # Row i of a head reads feature i and token i + 1; the root is the token behind the prompt.
+    cache = graph.open(count + len(tree))
+    ids = np.array([*prompt[1:], tokens[0]])
+    first = cache.run(ids, chain.depths, chain.mask, np.array([count - 1]), hidden=features)
+    cache.commit(range(count))
+    logits, best, states = ({0: part} for part in (first.logits[0, 0].copy(), _topk(first, 0), _state(first, -1)))
+    for depth in range(1, tree.max_depth + 1):
+        level = np.flatnonzero(tree.depths == depth)
+        above = np.stack([states[tree.parents[node]] for node in level])
+        mask = tree.mask[level, 1 : level[-1] + 1]
+        rows = np.arange(len(level))
+        out = cache.run(tokens[level], cache.length + tree.depths[level] - 1, mask, rows, hidden=above)
+        for row, node in enumerate(level.tolist()):
+            logits[node], best[node], states[node] = out.logits[0, row].copy(), _topk(out, row), _state(out, row)
+    blame = "the head's graph, its tree mask, positions or states" if precision == "fp32" else ROUNDING
+    for node in range(len(tree)):
+        path = tree.ancestry(node)
+        eager, state = eager_draft(head, features, [*prompt[1:], *tokens[path].tolist()])
+        for got, wanted in ((logits[node], eager), (states[node], state)):
+            proof.require(name, _distance(got, wanted) / max(float(np.abs(wanted).max()), 1e-9), tolerance, blame)
+        _require_topk(proof, "eagle_topk", decoder.draft_tokens, logits[node], *best[node])
+
+
+def _state(output: StepOutput, row: int) -> Array:
+    assert output.hidden is not None
+    return output.hidden[0, row].copy()
+
+
+def eager_features(source: Source, head: EagleHead, ids: list[int]) -> Array:
+    """What `head` reads of the eager target [T,F], float32."""
+    taps = head.form.taps
+    with torch.no_grad(), tapping(source.model, taps) as streams:
+        _, hidden = eager_logits(source, ids)
+        tapped = [streams[tap].float() for tap in taps] or [torch.from_numpy(hidden)[None]]
+        features: Array = head.model.features(tapped)[0].numpy()
+    return features
+
+
+def eager_draft(head: EagleHead, features: Array, ids: list[int]) -> tuple[Array, Array]:
+    """Logits [Vd] and state [F] of the eager head at the last of `ids`, which are paired with `features` [N,F] and,
+    behind those, with its own states. Everything is run again for each of them: no cache, no mask but the causal one."""
+    known = torch.from_numpy(features)[None]
+    while True:
+        count = known.shape[1]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        with torch.no_grad():
+            out = head.model(torch.tensor([ids[:count]]), torch.arange(count)[None], known, attention_mask=mask)
+        if count == len(ids):
+            return out.logits[0, -1].numpy(), out.hidden_states[-1][0, -1].numpy()
+        known = torch.cat((known, out.hidden_states[-1][:, -1:]), 1)
 
 
 def _topk(output: StepOutput, row: int) -> tuple[Array, Array]:

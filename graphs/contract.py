@@ -24,7 +24,13 @@ A draft model has the same inputs; its outputs speak of a draft vocabulary of Vd
     logits         float [B,R,Vd]
     topk_ids       int64 [B,R,K]   the best tokens, best first
     topk_logprobs  float [B,R,K]   their log-probabilities over the draft vocabulary
-    hidden, present                as above
+    present                        as above
+
+An EAGLE head is a draft model with one more input, and a cache of its own. Its row i reads the token t_(i+1) beside
+the feature f_i, at position i, and guesses t_(i+2). f_i is the target's `hidden` at i where the target has run, and
+behind that the head's own `hidden` of the row before:
+    features       float [B,T,F]   in: F is as wide as the target's `hidden`
+    hidden         float [B,T,F]   out: the states passed on, features of the rows that follow
 
 Medusa heads: hidden [B,R,F] -> topk_ids int64 [B,R,heads,K], topk_logprobs float [B,R,heads,K].
 """
@@ -36,6 +42,7 @@ POSITION_IDS = "position_ids"
 TREE_MASK = "tree_mask"
 PAST_LENGTH = "past_length"
 LOGIT_ROWS = "logit_rows"
+FEATURES = "features"
 NEXT_IDS = "next_ids"
 LOGITS = "logits"
 HIDDEN = "hidden"

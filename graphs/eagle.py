@@ -8,6 +8,10 @@ target has run, and behind that what the head itself gave out one position befor
     version 3   f = fc(residual streams that enter some of the target's layers); the first layer's attention reads
                 (embedding, f), its residual is f. The head has a norm and an lm_head, often over fewer tokens.
 
+Ours, for targets of a hundred million parameters, where one layer knows too little: a version 1 head may read tokens alone
+in its first layers (the trunk, which can start as a trained draft model) and let the features join behind them, and the
+features may be fused from several streams, as in version 3.
+
 Layouts, and the file each rule comes from: notes in `compiler.eagle_head`. The network is SafeAILab/EAGLE's
 `eagle/model/cnets1.py` and `cnets.py`, with the norms that HASS, vllm-project/speculators and NVIDIA ModelOpt add.
 """
@@ -30,10 +34,6 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from speccompile.graphs import contract
-from speccompile.graphs.draft_model import DraftTail
-from speccompile.graphs.target import TargetModule, TargetTail
-
 FUSION_NORMS = ("none", "whole", "each")
 
 
@@ -43,9 +43,10 @@ class EagleForm:
 
     Args:
         version: 1 (EAGLE-1 and EAGLE-2, whose heads are the same) or 3.
-        taps: version 3: the target layers whose incoming residual stream is read; the number of layers stands for
-            what leaves the last.
-        fusion_norm: version 3, before `fc`: "none", "whole" (one norm over all streams) or "each" (one for each).
+        taps: the target layers whose incoming residual stream is read; the number of layers stands for what leaves the
+            last. Version 1 may have none: it then reads the post-norm hidden state.
+        join: version 1: layers before the features join; 0 in every public head.
+        fusion_norm: before the streams are fused: "none", "whole" (one norm over all streams) or "each" (one for each).
         norm_before_residual: version 3: the first layer's residual is the normed feature.
         norm_output: version 3: the state passed on is the normed one.
         embedding_norm, feature_norm: version 1: on what `fc` reads.
@@ -56,6 +57,7 @@ class EagleForm:
 
     version: int
     taps: tuple[int, ...] = ()
+    join: int = 0
     fusion_norm: str = "none"
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -133,12 +135,12 @@ class EagleModel(LlamaPreTrainedModel):
         width, epsilon = config.hidden_size, config.rms_norm_eps
         self.form = form
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if form.taps:
+            self.fusion = Fusion(len(form.taps), target_width, width, form.fusion_norm, epsilon)
         if form.version == 1:
             self.embedding_norm = LlamaRMSNorm(width, epsilon) if form.embedding_norm else nn.Identity()
             self.feature_norm = LlamaRMSNorm(width, epsilon) if form.feature_norm else nn.Identity()
             self.fc = nn.Linear(2 * width, width, bias=False)
-        else:
-            self.fusion = Fusion(len(form.taps), target_width, width, form.fusion_norm, epsilon)
         self.layers = nn.ModuleList(EagleLayer(config, form, index) for index in range(config.num_hidden_layers))
         normed = form.version == 3 or form.output_norm
         self.norm = LlamaRMSNorm(width, epsilon) if normed else nn.Identity()
@@ -161,21 +163,28 @@ class EagleModel(LlamaPreTrainedModel):
 
     def features(self, streams: Sequence[Tensor]) -> Tensor:
         """What a head reads of the target: `streams` are those of `form.taps`, or the post-norm hidden state alone."""
-        if self.form.version == 1:
+        if not self.form.taps:
             return streams[0]
         fused: Tensor = self.fusion(streams)
         return fused
 
-    def advance(self, input_ids: Tensor, features: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        """input_ids int64 [B,T] and the features [B,T,H] one position before them -> what the last layer gives."""
-        embeddings = self.embed_tokens(input_ids)
+    def read(self, input_ids: Tensor, position_ids: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """What the layers before the features make of the tokens [B,T,H] (embeddings, but for a trunk), and the rotary
+        tables."""
+        state = self.embed_tokens(input_ids)
+        rotary = self.rotary_emb(state, position_ids)
+        for layer in self.layers[: self.form.join]:
+            state = layer(state, state, rotary, **options)
+        return state, rotary
+
+    def advance(self, words: Tensor, features: Tensor, rotary: Any, **options: Any) -> Tensor:
+        """What `read` made of the tokens, and the features [B,T,H] one position before them -> what the last layer
+        gives."""
         state = features
         if self.form.version == 1:
-            read = torch.cat((self.embedding_norm(embeddings), self.feature_norm(features)), -1)
-            state = self.fc(read)
-        rotary = self.rotary_emb(state, position_ids)
-        for layer in self.layers:
-            state = layer(state, embeddings, rotary, **options)
+            state = self.fc(torch.cat((self.embedding_norm(words), self.feature_norm(features)), -1))
+        for layer in self.layers[self.form.join :]:
+            state = layer(state, words, rotary, **options)
         return state
 
     def forward(  # type: ignore[override]
@@ -194,7 +203,8 @@ class EagleModel(LlamaPreTrainedModel):
         """
         if hidden is None:
             hidden = self.embed_tokens.weight.new_zeros(*input_ids.shape, self.feature_width)
-        state = self.advance(input_ids, hidden, position_ids, attention_mask=attention_mask)
+        words, rotary = self.read(input_ids, position_ids, attention_mask=attention_mask)
+        state = self.advance(words, hidden, rotary, attention_mask=attention_mask)
         normed = self.norm(state)
         passed_on = normed if self.form.norm_output else state
         return CausalLMOutput(logits=self.lm_head(normed), hidden_states=(passed_on,))

@@ -60,12 +60,12 @@ class Bundle:
         return cls(path, manifest, tree)
 
     def draft_tokens(self) -> npt.NDArray[np.int64] | None:
-        """int64 [Vd]: the target's id of each logit of the draft model; None when they are the same.
+        """int64 [Vd]: the target's id of each logit of the draft model or head; None when they are the same.
 
         Raises:
             BundleError: when the file does not hold that.
         """
-        info = self.manifest.draft
+        info = self.manifest.drafting
         if info is None or info.token_map is None:
             return None
         file = self.path / info.token_map

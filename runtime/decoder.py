@@ -26,6 +26,8 @@ from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.drafters.combined import CombinedDrafter
 from speccompile.runtime.drafters.draft import Draft, Drafter
 from speccompile.runtime.drafters.draft_model import DraftModelDrafter
+from speccompile.runtime.drafters.eagle import EagleDrafter
+from speccompile.runtime.drafters.growing import GrowingDrafter
 from speccompile.runtime.drafters.lookahead import LookaheadDrafter
 from speccompile.runtime.drafters.medusa import MedusaDrafter
 from speccompile.runtime.drafters.plain import PlainDrafter
@@ -80,18 +82,26 @@ class SequenceState:
     cache: OrtCache
     tokens: list[int] = field(default_factory=list)
     answer: Answer | None = None  # the one it is used for; an older stream cannot go on
-    draft_cache: OrtCache | None = None  # of a draft model; holds a prefix of `tokens`
+    draft_cache: OrtCache | None = None  # of a draft model or head; holds a prefix of `tokens`
+    reads_ahead: int = 0  # a row of it depends on that many tokens behind its own: 1 for an EAGLE head
 
-    def keep_prefix(self, ids: Sequence[int]) -> int:
-        """Truncate to what `ids` has in common with the cache, less its last token, which must run again."""
+    def keep_prefix(self, ids: Sequence[int], features: bool = False) -> int:
+        """Truncate to what `ids` has in common with the cache, less its last token, which must run again.
+
+        Args:
+            features: whether the target's features will be wanted for all rows that `draft_cache` lacks. They are not
+                kept, so these rows run again.
+        """
         common = 0
         for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
             if ours != theirs:
                 break
             common += 1
-        self.cache.truncate(common)
         if self.draft_cache is not None:
-            self.draft_cache.truncate(min(self.draft_cache.length, common))
+            self.draft_cache.truncate(min(self.draft_cache.length, max(common - self.reads_ahead, 0)))
+            if features:
+                common = self.draft_cache.length
+        self.cache.truncate(common)
         del self.tokens[common:]
         return common
 
@@ -128,16 +138,14 @@ class Decoder:
         self.text = Text.load(bundle.path, manifest.tokenizer.special_tokens)
         # Small graphs first: what loading one takes for a moment is given back before the largest is loaded.
         self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.heads is not None else None
-        self.draft = (
-            OrtTarget(bundle.graph("draft")[0], threads, provider, spin=False) if manifest.draft is not None else None
-        )
+        self.draft, name = None, "draft" if manifest.eagle is None else "eagle"
         self.draft_tokens = bundle.draft_tokens()
-        if self.draft is not None and manifest.draft is not None:
-            expected = manifest.draft.draft_vocabulary, manifest.draft.top_k
-            if (self.draft.vocab_size, self.draft.top_k) != expected:
+        if (info := manifest.drafting) is not None:
+            self.draft = OrtTarget(bundle.graph(name)[0], threads, provider, spin=False)
+            if (self.draft.vocab_size, self.draft.top_k) != (info.draft_vocabulary, info.top_k):
                 raise BundleError(
-                    f"{bundle.path}: draft.onnx gives {self.draft.vocab_size} logits and {self.draft.top_k} best "
-                    f"tokens but the manifest says {expected[0]} and {expected[1]}; rebuild the bundle."
+                    f"{bundle.path}: {name}.onnx gives {self.draft.vocab_size} logits and {self.draft.top_k} best "
+                    f"tokens but the manifest says {info.draft_vocabulary} and {info.top_k}; rebuild the bundle."
                 )
         self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
         self.tree = bundle.tree
@@ -146,16 +154,26 @@ class Decoder:
                 f"{bundle.path}: the target's features are {self.target.width} wide but medusa.onnx takes "
                 f"{self.heads.width}; they were made for different models, rebuild the bundle."
             )
+        if self.draft is not None:
+            width = None if manifest.eagle is None else self.target.width
+            if {self.draft.features, self.draft.width} != {width}:
+                raise BundleError(
+                    f"{bundle.path}: {name}.onnx takes features {self.draft.features} wide and gives states "
+                    f"{self.draft.width} wide, but should take and give {width}, as the target's are; rebuild the "
+                    "bundle."
+                )
         self._default: SequenceState | None = None
 
     # ---- the interface ----
 
     def new_sequence(self) -> SequenceState:
         """A fresh sequence with its own cache, for `generate(..., sequence=...)`."""
-        draft_cache = None
-        if self.draft is not None and (info := self.bundle.manifest.draft) is not None:
+        draft_cache, manifest = None, self.bundle.manifest
+        if self.draft is not None and (info := manifest.drafting) is not None:
             draft_cache = self.draft.open(min(self.capacity + len(self.tree), info.max_length))
-        return SequenceState(self.target.open(self.capacity), draft_cache=draft_cache)
+        return SequenceState(
+            self.target.open(self.capacity), draft_cache=draft_cache, reads_ahead=int(manifest.eagle is not None)
+        )
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer a prompt. Takes the options of `stream`."""
@@ -190,7 +208,7 @@ class Decoder:
         Args:
             prompt: text (encoded as it is), token ids, or chat messages [{"role": ..., "content": ...}].
             temperature: 0 is greedy. With a seed, the same tokens come out with and without speculation, unless a draft
-                model draws its guesses from the same numbers; then only the distribution is the same.
+                model or EAGLE head draws its guesses from the same numbers; then only the distribution is the same.
             processor: called with (token ids so far, logits [V]); returns the logits to use.
             stop: strings that end the answer; they are not part of its text.
             speculate: False decodes plainly with the same graph.
@@ -299,8 +317,8 @@ class Decoder:
             stats.bonus += kept == len(new)
             stats.longest_round = max(stats.longest_round, kept)
         stats.emitted = len(answer.token_ids)
-        if isinstance(drafter, DraftModelDrafter):
-            stats.draft_calls, stats.draft_step_seconds = drafter.calls, drafter.step_seconds
+        if (growing := _growing(drafter)) is not None:
+            stats.draft_calls, stats.draft_step_seconds = growing.calls, growing.step_seconds
         last = answer.piece()
         clock.stop()
         yield last
@@ -316,11 +334,12 @@ class Decoder:
             return LookaheadDrafter(tokens, ahead, eos_ids)
         if ahead is not None:  # without a window its n-grams come from the text, which is prompt lookup's index
             lookup = LookupSettings(ahead.ngram, ahead.guesses)
-        if self.draft is not None:
-            assert sequence.draft_cache is not None
-            return DraftModelDrafter(
+        first: Drafter | None = MedusaDrafter(self.heads, tree) if self.heads is not None else None
+        cache = sequence.draft_cache
+        if self.draft is not None and cache is not None and len(request.ids) < cache.capacity:
+            first = (DraftModelDrafter if manifest.eagle is None else EagleDrafter)(
                 self.draft,
-                sequence.draft_cache,
+                cache,
                 tokens,
                 tree,
                 request.sampling,
@@ -328,21 +347,20 @@ class Decoder:
                 eos_ids,
                 self.draft_tokens,
                 self.target.vocab_size,
+                draws=lookup is None,
             )
         if lookup is None:
-            assert self.heads is not None
-            return MedusaDrafter(self.heads, tree)
+            return first or PlainDrafter()
         budget = tree if isinstance(tree, DynamicTree) else DynamicTree(max(len(tree), 2))
         looking_up = PromptLookupDrafter(tokens, lookup, budget, eos_ids)
-        if self.heads is None:
-            return looking_up
-        return CombinedDrafter(MedusaDrafter(self.heads, tree), looking_up, budget.nodes, budget.floor)
+        return looking_up if first is None else CombinedDrafter(first, looking_up, budget.nodes, budget.floor)
 
     def _prefill(
         self, request: Request, sequence: SequenceState, drafter: Drafter, stats: Stats, clock: StageClock
     ) -> int:
         """Run what the cache does not hold yet of the prompt; the first token of the answer."""
-        start = stats.reused_tokens = sequence.keep_prefix(request.ids)
+        features = isinstance(_growing(drafter), EagleDrafter)
+        start = stats.reused_tokens = sequence.keep_prefix(request.ids, features)
         cache = sequence.cache
         for begin in range(start, len(request.ids), PREFILL_CHUNK):
             chunk = request.ids[begin : begin + PREFILL_CHUNK]
@@ -351,8 +369,8 @@ class Decoder:
             output = cache.run(np.array(chunk), positions, np.tri(count, dtype=np.bool_), np.array([count - 1]))
             clock.add("prefill", cache.seconds)
             sequence.commit(range(count), chunk)
-        drafter.observe([count - 1], output)
-        clock.add("prefill", drafter.seconds)
+            drafter.observe(range(count), output)
+            clock.add("prefill", drafter.seconds)
         return self._next_token(output, 0, request, sequence.tokens)
 
     def _verify(self, draft: Draft, cache: OrtCache) -> StepOutput:
@@ -421,6 +439,12 @@ class Answer:
         self.text += self._piece_text
         self._piece_start, self._piece_text = len(self.token_ids), ""
         return piece
+
+
+def _growing(drafter: Drafter) -> GrowingDrafter | None:
+    """The drafter, or the one of two, that runs a draft model or head."""
+    first = drafter.first if isinstance(drafter, CombinedDrafter) else drafter
+    return first if isinstance(first, GrowingDrafter) else None
 
 
 def _require_finite(output: StepOutput, rows: Sequence[int]) -> None:

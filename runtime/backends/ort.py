@@ -108,7 +108,7 @@ class StepOutput:
         next_ids: int64 [B,R].
         logits: float32 [B,R,V].
         hidden: float32 [B,T,F], or None when the graph does not give it.
-        topk_ids, topk_logprobs: int64 and float32 [B,R,K], of a draft model only.
+        topk_ids, topk_logprobs: int64 and float32 [B,R,K], of a draft model or EAGLE head only.
     """
 
     next_ids: npt.NDArray[np.int64]
@@ -119,9 +119,12 @@ class StepOutput:
 
 
 class OrtTarget:
-    """A target (or draft) model on the graph contract. Weights live here, once; each sequence opens its own cache.
+    """A target, draft model or EAGLE head on the graph contract. Weights live here, once; each sequence opens its own
+    cache.
 
-    `vocab_size` is the width of the logits: V, or a draft model's Vd; `top_k` is K, 0 for a target.
+    `vocab_size` is the width of the logits: V, or a draft model's Vd; `top_k` is K, 0 for a target; `width` is F of
+    the output `hidden` and `features` F of the input of that
+    name, None where there is none.
     """
 
     def __init__(self, path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True) -> None:
@@ -130,14 +133,15 @@ class OrtTarget:
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.layers = sum(name.startswith("past_key_values.") for name in inputs) // 2
         expected = [*contract.TARGET_INPUTS, *contract.past_names(self.layers)]
-        if not self.layers or set(inputs) != set(expected):
-            odd = sorted(set(inputs) ^ set(expected))
+        if not self.layers or set(inputs) - {contract.FEATURES} != set(expected):
+            odd = sorted((set(inputs) - {contract.FEATURES}) ^ set(expected))
             raise BundleError(f"{path}: inputs {odd} differ from the graph contract; rebuild the bundle.")
         first = inputs[contract.past_names(self.layers)[0]]
         self.kv_heads, self.head_dim = int(first.shape[1]), int(first.shape[3])
         self.kv_dtype = _DTYPES[first.type]
         self.vocab_size = int(self.outputs[contract.LOGITS].shape[-1])
         self.width = int(self.outputs[contract.HIDDEN].shape[-1]) if contract.HIDDEN in self.outputs else None
+        self.features = int(inputs[contract.FEATURES].shape[-1]) if contract.FEATURES in inputs else None
         self.top_k = int(self.outputs[contract.TOPK_IDS].shape[-1]) if contract.TOPK_IDS in self.outputs else 0
 
     def open(self, capacity: int, batch: int = 1) -> OrtCache:
@@ -170,6 +174,7 @@ class OrtCache:
         tree_mask: Array,
         logit_rows: Array,
         past_length: Array | None = None,
+        features: Array | None = None,
     ) -> StepOutput:
         """One call of the model; new rows are written behind those that are there, but not committed.
 
@@ -177,7 +182,8 @@ class OrtCache:
             tree_mask: bool [T,M]; M - T of the rows it speaks about are uncommitted ones, which earlier calls have left
                 behind `length`.
             past_length: rows before the new ones; default: this cache's length and those M - T.
-            others: shapes as in `graphs.contract`; a [T] or [T,M] argument stands for batch 1.
+            features: what an EAGLE head reads, and nothing else does; it may be a view of the last output.
+            others: shapes as in `graphs.contract`; a [T], [T,M] or [T,F] argument stands for batch 1.
 
         Raises:
             GenerationError: when the new rows would not fit the cache.
@@ -189,7 +195,7 @@ class OrtCache:
                 f"cache: {tokens} new tokens behind {int(past.max())} do not fit its capacity of {self.capacity}."
             )
         binding = self._binding(tokens, masked, len(logit_rows))
-        binding.fill(input_ids, position_ids, tree_mask, past, logit_rows)
+        binding.fill(input_ids, position_ids, tree_mask, past, logit_rows, features)
         before = perf_counter()
         self.target.session.run_with_iobinding(binding.io)
         self.seconds = perf_counter() - before
@@ -233,6 +239,8 @@ class _Binding:
             contract.PAST_LENGTH: np.zeros((batch,), np.int64),
             contract.LOGIT_ROWS: np.zeros((rows,), np.int64),
         }
+        if target.features:
+            self.inputs[contract.FEATURES] = np.zeros((batch, tokens, target.features), np.float32)
         outputs: dict[str, Array] = {
             contract.NEXT_IDS: np.zeros((batch, rows), np.int64),
             contract.LOGITS: np.zeros((batch, rows, target.vocab_size), np.float32),
@@ -249,9 +257,11 @@ class _Binding:
             self.io.bind_ortvalue_output(present, value)
         self.output = StepOutput(**outputs)
 
-    def fill(self, ids: Array, positions: Array, mask: Array, past: Array, rows: Array) -> None:
+    def fill(self, ids: Array, positions: Array, mask: Array, past: Array, rows: Array, features: Array | None) -> None:
         for name, value in zip(contract.TARGET_INPUTS, (ids, positions, mask, past, rows), strict=True):
             self.inputs[name][...] = value
+        if features is not None:
+            self.inputs[contract.FEATURES][...] = features
 
 
 class OrtHeads:

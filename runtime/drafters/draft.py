@@ -40,7 +40,7 @@ class Drafter(Protocol):
 
     def observe(self, nodes: Sequence[int], output: StepOutput) -> None:
         """The target ran and the rows `nodes` of its output were committed: the accepted path of the last draft, root
-        included, or the last row of the prompt. The sequence's tokens have been extended by then."""
+        included, or a piece of the prompt. The sequence's tokens have been extended by then."""
 
     def propose(self, root: int, max_nodes: int, max_depth: int) -> Draft:
         """Draft behind `root`, with at most `max_nodes` nodes (the root included), none deeper than `max_depth`."""

@@ -64,8 +64,8 @@ class LookaheadDrafter:
     round, so that real text is tried first.
 
     Args:
-        tokens: the committed tokens, the list that the decoding loop extends. It is read from the first `observe` on,
-            when it must hold the prompt.
+        tokens: the committed tokens, the list that the decoding loop extends. At the first `propose` it must hold the
+            prompt, all of it and nothing else.
         settings: with a window of at least one column.
         eos_ids: end-of-text tokens.
         seed: of the random tokens, which decide what is drafted, never what is emitted. They come from a generator of
@@ -88,17 +88,16 @@ class LookaheadDrafter:
 
     def observe(self, nodes: Sequence[int], output: StepOutput) -> None:
         del nodes
-        if self._columns:
+        if self._columns:  # else it is the prompt that was run
             self._advance(output.next_ids[0, self._ends].tolist())
-        else:
-            self._fillers = [token for token in self._tokens if token not in self._eos_ids] or list(self._tokens)
-            width = self._settings.window + self._settings.ngram - 2
-            self._columns = [[token] for token in self._random(width)]  # the first is the root's place
         if self._settings.from_prompt:
             self._learn_text()
 
     def propose(self, root: int, max_nodes: int, max_depth: int) -> Draft:
-        assert self._columns, "the prompt must be observed before anything is drafted"
+        if not self._columns:
+            self._fillers = [token for token in self._tokens if token not in self._eos_ids] or list(self._tokens)
+            width = self._settings.window + self._settings.ngram - 2
+            self._columns = [[token] for token in self._random(width)]  # the first is the root's place
         max_nodes = min(max_nodes, self._settings.nodes)
         trie = Trie(root)
         for guess in self._pool.newest(root):

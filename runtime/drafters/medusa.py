@@ -62,7 +62,7 @@ class MedusaDrafter:
     def _shape(self, logprobs: npt.NDArray[np.float32], nodes: int) -> TokenTree:
         """This round's tree, of at most `nodes` nodes and no deeper than `logprobs` [depth,K]."""
         if isinstance(self.tree, DynamicTree):
-            return grow(logprobs, nodes, self.tree.floor)
+            return grow(logprobs[: self.tree.depth], nodes, self.tree.floor, self.tree.top_k)
         key = (nodes, len(logprobs))
         if key not in self._pruned:
             self._pruned[key] = self.tree.prune(*key)

@@ -335,7 +335,7 @@ class Distillation:
         self.trained = {name: weight for name, weight in model.named_parameters() if name not in shared}
         # Norms and matrices differ in size by a factor of 50 (SmolLM2). A step is a share of a tensor's own size, as in
         # Adafactor (arXiv 1804.04235), or the final norm would never come down to what an unsure draft needs.
-        groups = [{"params": [weight], "size": _size(weight)} for weight in self.trained.values()]
+        groups = [{"params": [weight], "size": relative_size(weight)} for weight in self.trained.values()]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
         self.losses: list[float] = []  # one per step
         self.known = torch.zeros(vocab_size, dtype=torch.bool)
@@ -369,7 +369,7 @@ class Distillation:
         best = min(SOFTENINGS, key=loss)
         scale(best)
         for group in self.optimizer.param_groups:
-            group["size"] = _size(group["params"][0])
+            group["size"] = relative_size(group["params"][0])
         return best
 
     def update(self, batch: Batch, rate: float) -> float:
@@ -438,7 +438,7 @@ def _full(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(CHUNK - len(rows), *rows.shape[1:])]) if len(rows) < CHUNK else rows
 
 
-def _size(weight: torch.Tensor) -> float:
+def relative_size(weight: torch.Tensor) -> float:
     """Root of the mean square, with Adafactor's floor."""
     return max(float(weight.detach().float().square().mean().sqrt()), SMALLEST_SIZE)
 

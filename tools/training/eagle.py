@@ -1,0 +1,715 @@
+"""EAGLE heads trained on what the target said, as they will be used: on their own states.
+
+`conversations` hold greedy answers and, for every answer token, the post-norm hidden state that chose it, which makes
+the soft labels: `lm_head(features)` are the target's own logits. What a head reads is cached beside them, for every
+position of prompt and answer (`make_features`).
+
+Training-time test (EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE `eagle/traineagle3/cnets.py`): after a first pass on the
+target's features, the head goes over the same text again, one token further on and on the states that it gave out
+itself, `unroll` passes in all. In pass s row i stands for a node s levels below position i: it attends to the first
+pass up to its own row (true features), and from every later pass only to its own row (its ancestors and itself). The
+loss is the divergence from the target over the draft vocabulary, `decay` times less with every pass.
+
+Version 1 may add EAGLE-1's own loss (arXiv 2401.15077): SmoothL1 between what the lm_head would read and what it reads
+in the target, channels scaled to unit size; and noise on the features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention, smooth_l1_loss
+from transformers import LlamaConfig
+
+from speccompile.compiler.checkpoint import Source
+from speccompile.compiler.draft_model import DraftModel
+from speccompile.compiler.eagle_head import EagleHead, fingerprint_head
+from speccompile.graphs.attention import foreign_attention
+from speccompile.graphs.eagle import EagleForm, EagleModel
+from speccompile.graphs.errors import CheckpointError
+from speccompile.graphs.target import decoder_layers, tapping
+from speccompile.tools.training import checkpoint as checkpoints
+from speccompile.tools.training.checkpoint import product_dtype
+from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths
+from speccompile.tools.training.draft import (
+    GRADIENT_CLIP,
+    LENGTH_STEP,
+    SHUFFLE_SHARDS,
+    SOFTENINGS,
+    final_norm,
+    relative_size,
+)
+from speccompile.tools.training.medusa import DataSummary, is_held_out, schedule, survey
+
+CHECKPOINT_FILE = "eagle-training.pt"
+FEATURE_BATCH = 16
+CHUNK = 256  # answer tokens whose logits exist at once, in every pass
+FEATURE_GAIN = 16.0
+LARGEST_FP16 = 65504.0
+MEASURED_DEPTH = 8
+STARTS = ("first", "last")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the result, besides the shards. `batch` is in conversations, `lr` a share of a tensor's size.
+
+    Args:
+        version: 1 or 3, see `graphs.eagle`.
+        layers: of the head. Behind a trunk (a draft model given as `init`), the trunk's own last layer is the one that
+            the features join before.
+        start: which of the target's layers the head's start as: "first" or "last".
+        unroll: passes of training-time test; 1 is none.
+        decay: weight of a pass, from one to the next.
+        feature_loss: weight of SmoothL1 on features.
+        noise: largest uniform noise on a feature, as a share of its root mean square.
+    """
+
+    version: int = 3
+    layers: int = 1
+    start: str = "first"
+    draft_vocabulary: int = 8192
+    epochs: int = 3
+    lr: float = 1e-2
+    batch: int = 8
+    unroll: int = 3
+    decay: float = 0.8
+    feature_loss: float = 0.0
+    noise: float = 0.0
+    seed: int = 0
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The three streams that EAGLE-3 reads: entering layers 2, L/2 and L-3 (SafeAILab/EAGLE `modeling_llama_kv.py`)."""
+    return 2, layers // 2, layers - 3
+
+
+# ---- features ----
+
+
+def make_features(
+    source: Source,
+    shards: Path,
+    folder: Path,
+    taps: Sequence[int],
+    device: str = "cpu",
+    report: Callable[[int, int], None] = lambda done, shards: None,
+) -> None:
+    """Run the target over all conversations; one file of features in `folder` for every shard. What is there stays.
+
+    Args:
+        taps: streams to keep; none keeps the post-norm hidden state.
+        report: called with the number of shards done and of all.
+
+    Raises:
+        CheckpointError: when `folder` holds features of another target or other taps.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made_of = {"target": source.fingerprint, "taps": " ".join(map(str, taps))}
+    paths = shard_paths(shards)
+    model = source.model.to(device)
+    for number, path in enumerate(paths):
+        report(number, len(paths))
+        if (file := folder / path.name).exists():
+            _check_features(file, made_of)
+            continue
+        items = read_shard(path)
+        order = sorted(range(len(items)), key=lambda index: _rows(items[index]))
+        features: dict[int, torch.Tensor] = {}
+        for start in range(0, len(order), FEATURE_BATCH):
+            chosen = order[start : start + FEATURE_BATCH]
+            for index, kept in zip(chosen, _run_target(model, [items[i] for i in chosen], taps), strict=True):
+                features[index] = kept
+        partial = file.with_suffix(".partial")
+        save_file({"features": torch.cat([features[i] for i in range(len(items))])}, partial, made_of)
+        partial.rename(file)
+    source.model.cpu()
+
+
+def _rows(item: Conversation) -> int:
+    """Positions that a conversation has features for: all but the last answer token's."""
+    return len(item.prompt) + len(item.answer) - 1
+
+
+def _run_target(model: Any, items: Sequence[Conversation], taps: Sequence[int]) -> list[torch.Tensor]:
+    lengths = [_rows(item) for item in items]
+    ids = torch.zeros(len(items), -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP, dtype=torch.int64)
+    for row, item in zip(ids, items, strict=True):
+        row[: _rows(item)] = torch.from_numpy(np.concatenate([item.prompt, item.answer[:-1]]))
+    seen: list[torch.Tensor] = []
+
+    def keep(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        seen.append(args[0])
+        return (args[0][:1, :1],)  # logits are not wanted
+
+    dtype = product_dtype(model.device.type)
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32),
+            tapping(model, taps) as streams,
+        ):
+            model(input_ids=ids.to(model.device), use_cache=False)
+            found = torch.cat([streams[tap] for tap in taps] or seen, -1)
+    finally:
+        hook.remove()
+    # What is beyond float16 is a sink token's channel or two: cut off, they still say that they are huge.
+    found = found.float().clamp(-LARGEST_FP16, LARGEST_FP16).half().cpu()
+    return [row[:length] for row, length in zip(found, lengths, strict=True)]
+
+
+def _check_features(file: Path, made_of: Mapping[str, str]) -> None:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        found = opened.metadata() or {}
+    for key, value in made_of.items():
+        if found.get(key) != value:
+            raise CheckpointError(
+                f"{file}: features with {key} '{found.get(key)}', this run wants '{value}'; delete the folder or give "
+                "another --work."
+            )
+
+
+# ---- data ----
+
+Item = tuple[Conversation, torch.Tensor]
+"""A conversation and its features, float16 [rows,F]."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Conversations side by side, padded on the right: padding never reaches the rows of a causal model's answer.
+
+    Args:
+        ids: int64 [B,T+unroll-1], the token behind each row's own position, and those that later passes need.
+        features: float32 [B,T,F].
+        rows: int64 [N]: for every answer token the flat row (of B*T) whose first pass guesses it; pass s guesses it one
+            row earlier for each s.
+        answers: int64 [N], those tokens.
+        labels: float16 [N,F]: the target's post-norm hidden states that chose them.
+    """
+
+    ids: torch.Tensor
+    features: torch.Tensor
+    rows: torch.Tensor
+    answers: torch.Tensor
+    labels: torch.Tensor
+
+
+def make_batch(items: Sequence[Item], unroll: int) -> Batch:
+    """Conversations as one batch."""
+    length = -(-max(len(features) for _, features in items) // LENGTH_STEP) * LENGTH_STEP
+    ids = torch.zeros(len(items), length + unroll - 1, dtype=torch.int64)
+    features = torch.zeros(len(items), length, items[0][1].shape[1])
+    rows = []
+    for row, (item, own) in enumerate(items):
+        text = np.concatenate([item.prompt, item.answer])
+        ids[row, : len(text) - 1] = torch.from_numpy(text[1:])
+        features[row, : len(own)] = own
+        # Row i reads token i + 1 and guesses token i + 2; in a short prompt a later pass has no row to start from.
+        rows.append(row * length + (len(item.prompt) + np.arange(len(item.answer)) - 2).clip(min=unroll - 1))
+    return Batch(
+        ids,
+        features,
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate([item.answer for item, _ in items])).long(),
+        torch.from_numpy(np.concatenate([item.features for item, _ in items])),
+    )
+
+
+def read_side(path: Path, features: Path, held_out: bool) -> list[Item]:
+    """The training or the held-out conversations of one shard, with their features.
+
+    Raises:
+        CheckpointError: when there are no features for them.
+    """
+    items, file = read_shard(path), features / path.name
+    try:
+        stored = load_file(file)["features"]
+    except Exception as error:
+        raise CheckpointError(f"{file}: no features ({error}); delete it and make them again.") from error
+    ends = np.cumsum([_rows(item) for item in items])
+    if ends[-1] != len(stored):
+        raise CheckpointError(f"{file}: {len(stored)} rows, but {path} has {ends[-1]}; delete it and make them again.")
+    pairs = zip(items, torch.tensor_split(stored, ends[:-1].tolist()), strict=True)
+    return [(item, own) for item, own in pairs if is_held_out(item) == held_out]
+
+
+def shuffled_batches(
+    paths: Sequence[Path], features: Path, batch: int, seed: int, epoch: int
+) -> Iterator[list[Item]]:
+    """Training conversations of one epoch, those of about one length together; as in `draft.shuffled_batches`."""
+    rng = np.random.default_rng([seed, epoch])
+    order = [paths[index] for index in rng.permutation(len(paths))]
+    rest: list[Item] = []
+    for start in range(0, len(order), SHUFFLE_SHARDS):
+        shards = order[start : start + SHUFFLE_SHARDS]
+        window = rest + [item for path in shards for item in read_side(path, features, held_out=False)]
+        mixed = [window[index] for index in rng.permutation(len(window))]
+        full = len(mixed) - len(mixed) % batch
+        rest = mixed[full:]
+        by_length = sorted(mixed[:full], key=lambda pair: len(pair[1]))
+        for first in rng.permutation(full // batch) * batch:
+            yield by_length[first : first + batch]
+
+
+# ---- model ----
+
+
+class PassAttention:
+    """Attention of training-time test (see the module): the first pass is causal; a later one sees the first up to its
+    own row, and its own row in those between."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def __call__(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **_options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        passes = self._seen.setdefault(module.layer_idx, [])
+        passes.append((key, value))
+        first_key, first_value = passes[0]
+        if len(passes) == 1:
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+            return out.transpose(1, 2), None
+        count = query.shape[2]
+        scores = (query @ first_key.mT).float().masked_fill(_later(count, query.device), float("-inf"))
+        own = torch.stack([(query * past).float().sum(-1) for past, _ in passes[1:]], -1)
+        weights = (torch.cat((scores, own), -1) * scaling).softmax(-1).to(query.dtype)
+        out = weights[..., :count] @ first_value
+        for place, (_, past) in enumerate(passes[1:], count):
+            out = out + weights[..., place : place + 1] * past
+        return out.transpose(1, 2), None
+
+
+def _later(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
+
+
+def unrolled(model: EagleModel, ids: torch.Tensor, features: torch.Tensor, passes: int) -> list[torch.Tensor]:
+    """What the lm_head reads [B,T,H] in each pass.
+
+    Args:
+        ids: int64 [B,T+passes-1], see `Batch`.
+        features: [B,T,H], already fused.
+    """
+    length = features.shape[1]
+    states = []
+    with foreign_attention(model, PassAttention()):
+        words, (cos, sin) = model.read(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+        state = features
+        for start in range(passes):
+            window = slice(start, start + length)
+            state = model.advance(words[:, window], state, (cos[:, window], sin[:, window]))
+            states.append(model.norm(state))
+            state = states[-1] if model.form.norm_output else state
+    return states
+
+
+def new_head(
+    source: Source, data: DataSummary, settings: Settings, taps: Sequence[int], trunk: DraftModel | None = None
+) -> EagleModel:
+    """A head to start from: the target's embedding and lm_head rows (frozen), layers of the target or of a draft model.
+
+    Version 3 is EAGLE-3 with a norm on every stream. Version 1 has norms wherever it can: targets differ in the size of
+    their channels by a factor of a hundred, and steps relative to a tensor's size need channels of about one.
+
+    Raises:
+        CheckpointError: for more layers than the target has, or a target whose layers are not a Llama's.
+    """
+    config = source.model.config.get_text_config()
+    if settings.start not in STARTS:
+        raise CheckpointError(f"start: '{settings.start}' is unknown; use one of {', '.join(STARTS)}.")
+    layers = settings.layers if trunk is None else trunk.layers
+    if not 1 <= layers < config.num_hidden_layers:
+        raise CheckpointError(
+            f"layers: {layers} asked for; a head takes 1 .. {config.num_hidden_layers - 1} of this target's "
+            f"{config.num_hidden_layers}."
+        )
+    form = (
+        EagleForm(3, tuple(taps), fusion_norm="each")
+        if settings.version == 3
+        else EagleForm(
+            1,
+            tuple(taps),
+            fusion_norm="each" if taps else "none",
+            join=0 if trunk is None else layers - 1,
+            embedding_norm=trunk is None,
+            feature_norm=True,
+            input_norm=True,
+            output_norm=True,
+        )
+    )
+    # A wide first layer has to carry the whole token through its values, so version 3 shares none between heads.
+    heads = config.num_attention_heads
+    kv_heads = heads if settings.version == 3 else config.num_key_value_heads
+    own = LlamaConfig(
+        vocab_size=len(source.model.get_input_embeddings().weight),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden_act=getattr(config, "hidden_act", "silu"),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_parameters=getattr(config, "rope_parameters", None),
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(settings.seed)
+    model = EagleModel(own, form, config.hidden_size, len(data.token_ids))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        model.embed_tokens.weight.copy_(source.model.get_input_embeddings().weight)
+        model.lm_head.weight.copy_(source.lm_head.weight[data.token_ids])  # type: ignore[index]
+        model.norm.weight.copy_(final_norm(source.model).weight)  # type: ignore[arg-type]
+        given = decoder_layers(source.model if trunk is None else trunk.model)
+        chosen = list(given)[:layers] if trunk is not None or settings.start == "first" else list(given)[-layers:]
+        for layer, like in zip(model.layers, chosen, strict=True):
+            _copy_layer(layer, like, heads // kv_heads)
+        if form.version == 1 and trunk is not None:
+            width = config.hidden_size
+            model.fc.weight.copy_(torch.cat((torch.eye(width), torch.zeros(width, width)), 1))
+            # The identity makes `fc` large and its steps with it small where features enter: let those be larger.
+            model.feature_norm.weight.fill_(FEATURE_GAIN)  # type: ignore[operator]
+            model.norm.weight.copy_(final_norm(trunk.model).weight)  # type: ignore[arg-type]
+    for shared in (model.embed_tokens, model.lm_head):
+        shared.weight.requires_grad_(False)
+    return model
+
+
+def _copy_layer(layer: Any, like: Any, _groups: int) -> None:
+    """Give a head's layer the weights of a Llama layer; a wide one reads the embedding as that layer would, and at
+    first little of the feature. Key and value heads are repeated where the head shares none."""
+    try:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).weight.copy_(getattr(like.mlp, name).weight)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            getattr(layer, name).weight.copy_(getattr(like, name).weight)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            ours, theirs = getattr(layer.self_attn, name).weight, getattr(like.self_attn, name).weight
+            size = layer.self_attn.head_dim
+            theirs = theirs.unflatten(0, (-1, size)) if name != "o_proj" else theirs[None]
+            theirs = theirs.repeat_interleave(ours.shape[0] // (theirs.shape[0] * theirs.shape[1]), 0).flatten(0, 1)
+            ours[:, : theirs.shape[1]] = theirs
+            ours[:, theirs.shape[1] :] *= 0.1 * relative_size(theirs) / relative_size(ours)
+    except (AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"head: the target's layers are not like a Llama's ({error}); it cannot start as them.") from error
+
+
+# ---- training ----
+
+
+def train_eagle(
+    shards: Path,
+    features: Path,
+    source: Source,
+    taps: Sequence[int],
+    *,
+    work: Path,
+    settings: Settings = Settings(),
+    init: EagleHead | DraftModel | None = None,
+    device: str = "cpu",
+    checkpoint_seconds: float = 60.0,
+    report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> tuple[EagleHead, dict[str, Any]]:
+    """Train a head on the shards of a folder and their features.
+
+    Killed and called again with the same arguments, it goes on from its last checkpoint and ends with the same
+    weights as a run that was left alone.
+
+    Args:
+        features: folder that `make_features` filled with `taps`.
+        work: folder for the checkpoint.
+        init: a head to go on from, or a draft model of the same target to stand on (version 1).
+        device: "cpu" or "cuda".
+        checkpoint_seconds: time between checkpoints.
+        report: called after each step with its number, the number of all steps and the loss of the first pass.
+
+    Returns:
+        the head, and a JSON-able report: settings, data, loss per epoch and pass, seconds.
+
+    Raises:
+        CheckpointError: for unusable shards, features or settings, or a checkpoint in `work` that others of them made.
+    """
+    paths = shard_paths(shards)
+    if not paths:
+        raise CheckpointError(f"{shards}: holds no conversations; make training data first.")
+    began = time.monotonic()
+    vocab_size = len(source.lm_head.weight)  # type: ignore[arg-type]
+    chosen = None if init is None else init.token_ids
+    if init is not None and chosen is None:
+        chosen = torch.arange(vocab_size)
+    data = survey(paths, vocab_size, settings.draft_vocabulary, chosen)
+    items = sum(len(read_side(path, features, held_out=False)) for path in paths)
+    epoch_steps = items // settings.batch
+    if not epoch_steps:
+        raise CheckpointError(
+            f"{shards}: {items} training conversations are less than one batch of {settings.batch}; make more data."
+        )
+    made_of = {
+        "settings": asdict(settings),
+        "taps": list(taps),
+        "target_fingerprint": source.fingerprint,
+        "init": init and init.fingerprint,
+        "shards": {path.name: path.stat().st_size for path in paths},
+    }
+    if isinstance(init, EagleHead):
+        model = init.model
+    else:
+        model = new_head(source, data, settings, taps, init)
+    training = Unrolling(model, source, data, settings, device)
+    file = work / CHECKPOINT_FILE
+    if init is None and not file.exists():
+        first = next(shuffled_batches(paths, features, settings.batch, settings.seed, 0))
+        training.whiten(first)
+        training.soften(make_batch(first, settings.unroll))
+    training.resume(file, made_of)
+
+    steps, saved = epoch_steps * settings.epochs, time.monotonic()
+    for epoch in range(training.step // epoch_steps, settings.epochs):
+        batches = shuffled_batches(paths, features, settings.batch, settings.seed, epoch)
+        for number, side in enumerate(batches, epoch * epoch_steps):
+            if number < training.step:
+                continue  # done before the run was interrupted
+            losses = training.update(make_batch(side, settings.unroll), settings.lr * schedule(number, steps))
+            report(training.step, steps, losses[0])
+            if time.monotonic() - saved >= checkpoint_seconds:
+                training.save(file, made_of)
+                saved = time.monotonic()
+        training.save(file, made_of)
+
+    model = model.cpu().eval()
+    token_ids = None if len(data.token_ids) == vocab_size else data.token_ids
+    head = EagleHead(
+        path=source.path,
+        model=model,
+        layout="speccompile",
+        reasons=(),
+        token_ids=token_ids,
+        fingerprint=fingerprint_head(model, token_ids),
+        target_fingerprint=source.fingerprint,
+        warnings=(),
+    )
+    losses = np.array(training.losses).reshape(settings.epochs, epoch_steps, settings.unroll).mean(1)
+    return head, {
+        "settings": asdict(settings),
+        "form": asdict(model.form),
+        "training_tokens": data.training,
+        "held_out_tokens": data.held_out,
+        "coverage": data.coverage,
+        "loss": losses.tolist(),
+        "training_dtype": str(training.dtype).removeprefix("torch."),
+        "seconds": time.monotonic() - began,
+    }
+
+
+class Unrolling:
+    """Head, optimiser and progress: what a checkpoint holds."""
+
+    def __init__(
+        self, model: EagleModel, source: Source, data: DataSummary, settings: Settings, device: str
+    ) -> None:
+        self.model, self.settings, self.device = model.to(device), settings, torch.device(device)
+        self.dtype = product_dtype(device)
+        self.token_ids = data.token_ids
+        self.known = torch.zeros(len(source.lm_head.weight), dtype=torch.bool)  # type: ignore[arg-type]
+        self.known[data.token_ids] = True
+        self.scale = data.scale.to(device)
+        self.target_rows = source.lm_head.weight.detach()[data.token_ids].to(device, self.dtype)  # type: ignore[index]
+        bias = getattr(source.lm_head, "bias", None)
+        self.target_bias = None if bias is None else bias.detach()[data.token_ids].to(device)
+        self.trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        groups = [{"params": [weight], "size": relative_size(weight)} for weight in self.trained.values()]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+        self.losses: list[list[float]] = []  # of every step, by pass
+
+    @property
+    def step(self) -> int:
+        return len(self.losses)
+
+    def whiten(self, items: Sequence[Item]) -> None:
+        """Set the norms that meet the target's streams so that every channel comes out at about unit size."""
+        fusion, streams = getattr(self.model, "fusion", None), len(self.model.form.taps)
+        rows = torch.cat([own for _, own in items]).float().to(self.device)
+        if fusion is None or self.model.form.fusion_norm != "each":
+            return
+        with torch.no_grad():
+            for norm, stream in zip(fusion.fc_norm, rows.chunk(streams, -1), strict=True):
+                unit = stream * stream.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+                # The median row: a sink token's would hide all others.
+                norm.weight.copy_(1 / unit.abs().median(0).values.clamp_min(0.02))
+        self._remeasure()
+
+    def soften(self, batch: Batch) -> float:
+        """Multiply the last norm by the one of SOFTENINGS with which the loss is least; return it (see
+        `draft.Distillation.soften`)."""
+        weight: Any = getattr(self.model.norm, "weight", None)
+        if weight is None:
+            return 1.0
+        start = weight.detach().clone()
+
+        def loss(factor: float) -> float:
+            with torch.no_grad():
+                weight.copy_(start * factor)
+                with self.autocast():
+                    states = self.states(batch)
+                return float(self.compare(states, batch)[0].sum())
+
+        best = min(SOFTENINGS, key=loss)
+        with torch.no_grad():
+            weight.copy_(start * best)
+        self._remeasure()
+        return best
+
+    def _remeasure(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["size"] = relative_size(group["params"][0])
+
+    def states(self, batch: Batch) -> torch.Tensor:
+        """[unroll,N,H]: what the lm_head reads where the answer tokens are guessed, in each pass."""
+        features = batch.features.to(self.device)
+        if self.settings.noise:
+            generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
+            noise = torch.rand(features.shape, generator=generator).to(self.device) * 2 - 1
+            features = features + noise * self.settings.noise * features.square().mean(-1, keepdim=True).sqrt()
+        streams = features.chunk(max(len(self.model.form.taps), 1), -1)
+        passes = unrolled(self.model, batch.ids.to(self.device), self.model.features(streams), self.settings.unroll)
+        rows = batch.rows.to(self.device)
+        return torch.stack([states.flatten(0, 1)[rows - place] for place, states in enumerate(passes)])
+
+    def compare(self, states: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean divergence from the target in each pass [unroll], and the gradient of their weighted sum by `states`.
+
+        The logits are the largest tensors of the training: a chunk of answer tokens at a time, the target's once for
+        all passes; the gradient of a softmax is written out, because passes over logits are what time is spent on.
+        """
+        counted = self.known[batch.answers]
+        share = (counted / counted.sum().clamp_min(1)).to(self.device)
+        decay = self.settings.decay ** torch.arange(len(states), device=self.device, dtype=torch.float32)
+        rows = self.model.lm_head.weight.to(self.dtype)
+        gradient, losses = torch.zeros_like(states), torch.zeros(len(states), device=self.device)
+        for start in range(0, states.shape[1], CHUNK):
+            part = slice(start, start + CHUNK)
+            theirs = (batch.labels[part].to(self.device, self.dtype) @ self.target_rows.mT).float()
+            theirs = (theirs if self.target_bias is None else theirs + self.target_bias).log_softmax(-1)
+            wanted = theirs.exp()
+            ours = (states[:, part].to(self.dtype).flatten(0, 1) @ rows.mT).float().log_softmax(-1)
+            ours = ours.unflatten(0, (len(states), -1))
+            losses += ((wanted * (theirs - ours)).sum(-1) * share[part]).sum(-1)
+            change = ours.exp_().sub_(wanted).mul_((share[part] * decay[:, None])[..., None])
+            gradient[:, part] = (change.to(self.dtype).flatten(0, 1) @ rows).float().unflatten(0, (len(states), -1))
+        return losses, gradient
+
+    def update(self, batch: Batch, rate: float) -> list[float]:
+        """One step, in which each tensor moves by about `rate` of its size.
+
+        Returns:
+            the divergence of each pass before it, in nats.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["size"]
+        self.optimizer.zero_grad()
+        with self.autocast():
+            states = self.states(batch)
+        losses, gradient = self.compare(states.detach().float(), batch)
+        states.backward(gradient.to(states.dtype), retain_graph=bool(self.settings.feature_loss))
+        if self.settings.feature_loss:
+            wanted = (batch.labels.to(self.device).float() / self.scale).expand_as(states)
+            (smooth_l1_loss(states.float() / self.scale, wanted) * self.settings.feature_loss).backward()
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), GRADIENT_CLIP)
+        self.optimizer.step()
+        self.losses.append(losses.tolist())
+        return self.losses[-1]
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def save(self, file: Path, made_of: dict[str, Any]) -> None:
+        """Write the checkpoint."""
+        weights = {name: weight.detach() for name, weight in self.trained.items()}
+        state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "losses": self.losses}
+        checkpoints.save(file, state, made_of)
+
+    def resume(self, file: Path, made_of: dict[str, Any]) -> None:
+        """Go on from the checkpoint, if there is one. Errors as in `checkpoint.resume`."""
+        if (state := checkpoints.resume(file, made_of)) is None:
+            return
+        with torch.no_grad():
+            for name, weight in self.trained.items():
+                weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.losses = state["losses"]
+
+
+# ---- measuring ----
+
+
+def measure(
+    head: EagleHead, shards: Path, features: Path, *, depth: int = MEASURED_DEPTH, batch: int = 16
+) -> npt.NDArray[np.int64]:
+    """int64 [depth,N]: rank of the true token among the head's guesses, for every held-out answer token (but the first
+    of an answer, which is never drafted), guessed from `depth` levels above it and less; -1 outside the draft
+    vocabulary or where the answer does not reach so far back. In float32, as the runtime has it."""
+    model, vocabulary = head.model, head.token_ids
+    ids = torch.arange(len(model.lm_head.weight)) if vocabulary is None else vocabulary
+    found = []
+    for path in shard_paths(shards):
+        items = sorted(read_side(path, features, held_out=True), key=lambda pair: len(pair[1]))
+        for start in range(0, len(items), batch):
+            side = items[start : start + batch]
+            data = make_batch(side, depth)
+            places = torch.cat([torch.arange(len(item.answer)) for item, _ in side])
+            columns = torch.searchsorted(ids, data.answers).clamp_max(len(ids) - 1)
+            known = ids[columns] == data.answers
+            with torch.no_grad():
+                streams = data.features.chunk(max(len(model.form.taps), 1), -1)
+                passes = unrolled(model, data.ids, model.features(streams), depth)
+                ranks = []
+                for level, states in enumerate(passes):
+                    logits = model.lm_head(states.flatten(0, 1)[data.rows - level])
+                    own = logits.gather(1, columns[:, None])
+                    rank = (logits > own).sum(-1)
+                    ranks.append(rank.masked_fill(~known | (places < level + 1), -1))
+            found.append(torch.stack(ranks)[:, places > 0].numpy())
+    return np.concatenate(found, 1)
+
+
+def figures(ranks: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Held-out figures of `measure`, JSON-able.
+
+    Returns:
+        `agreement`, `top3`, `top10`: how often the true token is among the first so many guesses right behind the
+        target's own features; `by_depth`: the first guess, that many levels below them.
+    """
+    places = ranks.shape[1]
+    first = [ranks[level, level:] for level in range(len(ranks))]
+    return {
+        "positions": places,
+        "agreement": float((first[0] == 0).mean()),
+        "top3": float(((first[0] >= 0) & (first[0] < 3)).mean()),
+        "top10": float(((first[0] >= 0) & (first[0] < 10)).mean()),
+        "by_depth": [float((row == 0).sum() / max((row >= 0).sum(), 1)) for row in first],
+    }
