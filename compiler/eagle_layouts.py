@@ -354,8 +354,12 @@ class Reader:
         if self.version == 1:
             for name in self.norms:
                 raise CheckpointError(f"--norm {name}: this is an EAGLE-1 head, which leaves no norm open; drop it.")
+            fused = self._has("fusion.fc")
             return EagleForm(
                 1,
+                self._taps(target_width) if fused else (),
+                join=self._join(),
+                fusion_norm="each" if fused and self._norm("fusion.fc_norm.0") else "none",
                 embedding_norm=self._norm("embedding_norm", "use_mtp_layernorm", "layernorms"),
                 feature_norm=self._norm("feature_norm", "use_mtp_layernorm"),
                 input_norm=self._norm("layers.0.input_layernorm", "use_input_layernorm_in_first_layer", "layernorms"),
@@ -372,6 +376,16 @@ class Reader:
             query_norm=query_norm,
             **self._open_norms(each),
         )
+
+    def _join(self) -> int:
+        """Layers before the features join; ours alone."""
+        join = self._part(self.about, "form").get("join", 0)
+        if type(join) is not int or not 0 <= join < self._layers():
+            raise CheckpointError(
+                f"{self.config_file}: {CONFIG_KEY}.form.join is {join!r}; expected 0 .. {self._layers() - 1}, one of the "
+                f"head's layers."
+            )
+        return join
 
     def _claim(self, config: Mapping[str, Any], key: str) -> bool | None:
         value = config.get(key)

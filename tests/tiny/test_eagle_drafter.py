@@ -109,11 +109,11 @@ class HeadCache:
         self.features: list[Array] = []
         self._hidden = np.zeros((1, 1024, 4), np.float32)
 
-    def run(self, input_ids: Any, position_ids: Any, tree_mask: Any, logit_rows: Any, *, hidden: Any) -> StepOutput:
+    def run(self, input_ids: Any, position_ids: Any, tree_mask: Any, logit_rows: Any, *, features: Any) -> StepOutput:
         tokens, masked = tree_mask.shape
         assert input_ids.shape == position_ids.shape == (tokens,) and tree_mask.dtype == np.bool_ and masked >= tokens
-        assert hidden.shape == (tokens, 4) and hidden.dtype == np.float32
-        hidden = hidden.copy()  # the backend copies it into a buffer of its own
+        assert features.shape == (tokens, 4) and features.dtype == np.float32
+        features = features.copy()  # the backend copies it into a buffer of its own
         self._hidden[:] = -1
         older = self.length + masked - tokens
         assert older + tokens <= self.capacity, "rows do not fit the cache"
@@ -123,16 +123,16 @@ class HeadCache:
             assert mask[own] and not mask[own + 1 :].any()
             places = [*range(self.length), *(self.length + row for row in np.flatnonzero(mask[:own]))]
             seen = [cast(Row, self.rows[place]) for place in places]
-            read = state_in(hidden[index])
+            read = state_in(features[index])
             chain = [*(row.read for row in seen), read]
             right = position == len(seen) and [row.passed_on for row in seen] == chain[1:]
             passed_on = follow(read, int(token)) if right else follow(hash((int(position), *seen)), int(token))
-            self.rows[older + index] = Row(int(token), read, float(hidden[index, 3]), passed_on)
+            self.rows[older + index] = Row(int(token), read, float(features[index, 3]), passed_on)
             self._hidden[0, index] = feature(passed_on, OWN)
             made.append(passed_on)
         self.ran.append(input_ids.tolist())
         self.wanted.append(np.asarray(logit_rows).tolist())
-        self.features.append(hidden)
+        self.features.append(features)
         logits = np.array([self.model.row(made[row]) for row in logit_rows])
         ids, logprobs = (
             np.array(best) for best in zip(*(self.model.best(made[row]) for row in logit_rows), strict=True)
@@ -555,7 +555,8 @@ class Table(Model):
         self.chances, self.top_k = chances, len(chances)
 
     def row(self, state: int) -> npt.NDArray[np.float32]:
-        return np.log(self.chances[state & LIMB]).astype(np.float32)
+        row: npt.NDArray[np.float32] = np.log(self.chances[state & LIMB]).astype(np.float32)
+        return row
 
 
 def propose(
@@ -756,7 +757,7 @@ class Guesser:
             return Draft(TokenTree.chain(0), np.array([root]), np.ones(1))
         right = plainly(self.target, [*self.tokens, root], length)
         tokens = right if self.rounds % 2 else [(token + 1) % 11 for token in right]
-        return Draft(TokenTree.chain(length), np.array([root, *tokens]), 0.9 ** np.arange(length + 1))
+        return Draft(TokenTree.chain(length), np.array([root, *tokens]), np.power(0.9, np.arange(length + 1)))
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -796,7 +797,8 @@ def enumerated(sampling: Sampling) -> dict[Answer, float]:
 
     def row(path: Answer) -> npt.NDArray[np.float64]:
         logits = torch.tensor(after(TARGET, [*PROMPT, ROOT, *path]), dtype=torch.float64)
-        return steps(torch.empty(1, 0), logits[None]).softmax(-1)[0].numpy()
+        chances: npt.NDArray[np.float64] = steps(torch.empty(1, 0), logits[None]).softmax(-1)[0].numpy()
+        return chances
 
     return {
         path: math.prod(float(row(path[:place])[token]) for place, token in enumerate(path))
@@ -909,15 +911,14 @@ def test_drawn_guesses_of_a_head_that_knows_the_target_are_always_accepted(tree:
 
 FORMS = {
     "EAGLE-1": EagleForm(1),
-    "EAGLE-3": EagleForm(3, (1, 2), "each", norm_output=True),
-    "EAGLE-3, Qwen3": EagleForm(3, (0,), norm_before_residual=True, query_norm=True),
+    "EAGLE-3": EagleForm(3, taps=(1, 2), fusion_norm="each", norm_output=True),
+    "EAGLE-3, normed residual": EagleForm(3, taps=(0,), norm_before_residual=True),
 }
 
 
 def random_head(form: EagleForm, vocabulary: int, draft_vocabulary: int, width: int = 32) -> EagleModel:
     torch.manual_seed(0)
-    kind = transformers.Qwen3Config if form.query_norm else transformers.LlamaConfig
-    config = kind(
+    config = transformers.LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=48,
@@ -928,11 +929,12 @@ def random_head(form: EagleForm, vocabulary: int, draft_vocabulary: int, width: 
         max_position_embeddings=128,
         attn_implementation="eager",
     )
-    model = EagleModel(config, form, width, draft_vocabulary).eval()
+    model = EagleModel(config, form, width, draft_vocabulary)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(0, 0.25)
+                parameter.normal_(0, 0.15)
+    model.eval()
     return model
 
 
@@ -954,23 +956,28 @@ def recomputed(model: EagleModel, tokens: Sequence[int], features: Array, path: 
             logs: Array = out.logits[0, -1].log_softmax(-1).numpy()
             return logs
         ids.append(path[len(ids) - len(tokens)])
-        read = torch.cat((read, out.hidden_states[-1][:, -1:]), 1)  # type: ignore[index]
+        read = torch.cat((read, out.hidden_states[-1][:, -1:]), 1)
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("tree", [DynamicTree(14, depth=4, top_k=3), TREE], ids=["dynamic", "tree"])
-def test_a_tree_grown_level_by_level_is_that_of_full_recomputation(name: str, tree: DraftTree, tmp_path: Path) -> None:
+def test_a_tree_grown_level_by_level_is_that_of_full_recomputation(name: str, tmp_path: Path) -> None:
     """A traced graph, a draft vocabulary of its own, and rounds that keep paths of any length."""
     model = random_head(FORMS[name], 97, 50)
     ids = torch.from_numpy(np.sort(np.random.default_rng(0).permutation(97)[:50]))
     head = graph_of(model, tmp_path, ids)
+    model.double()
     assert (head.features, head.width, head.vocab_size, head.top_k) == (32, 32, 50, 5)
-    exact = model.double()
+    for tree in (DynamicTree(14, depth=4, top_k=3), TREE):
+        check_drafts(head, model, ids.numpy(), tree)
+
+
+def check_drafts(head: OrtTarget, model: EagleModel, names: npt.NDArray[np.int64], tree: DraftTree) -> None:
+    """Every guess of some rounds, against the eager model in float64."""
     rng = np.random.default_rng(2)
     tokens: list[int] = []
     features = np.zeros((0, 32), np.float32)
     cache = head.open(64)
-    drafter = EagleDrafter(head, cache, tokens, tree, GREEDY, lambda: 0.5, (), ids.numpy(), 97)
+    drafter = EagleDrafter(head, cache, tokens, tree, GREEDY, lambda: 0.5, (), names, 97)
 
     def see(new: Sequence[int], nodes: Sequence[int], size: int) -> None:
         nonlocal features
@@ -982,8 +989,7 @@ def test_a_tree_grown_level_by_level_is_that_of_full_recomputation(name: str, tr
 
     see(rng.integers(97, size=5).tolist(), range(5), 5)
     see(rng.integers(97, size=4).tolist(), range(4), 4)
-    names, lengths = ids.numpy(), set()
-    for _ in range(8):
+    for number in range(8):
         root = int(rng.integers(97))
         draft = drafter.propose(root, 64, 64)
         assert cache.length == len(tokens) and draft.probabilities is not None
@@ -992,17 +998,16 @@ def test_a_tree_grown_level_by_level_is_that_of_full_recomputation(name: str, tr
         for node, below in enumerate(draft.tree.children):
             if not below:
                 continue
-            logs = recomputed(exact, pairs, features, paths[node])
+            logs = recomputed(model, pairs, features, paths[node])
             best = np.argsort(-logs)
             for child in below:
                 place = best[draft.tree.ranks[child]]
                 assert draft.tokens[child] == names[place]
                 own = draft.probabilities[child] / draft.probabilities[node]
                 assert np.log(own) == pytest.approx(logs[place], abs=1e-5)
-        nodes = draft.tree.ancestry(int(rng.integers(len(draft.tree))))
-        lengths.add(len(nodes))
+        depth = number % (draft.tree.max_depth + 1)
+        nodes = draft.tree.ancestry(int(rng.choice(np.flatnonzero(draft.tree.depths == depth))))
         see(draft.tokens[nodes].tolist(), nodes, len(draft.tree))
-    assert len(lengths) > 2
 
 
 # ---- the whole decoder ----
@@ -1014,19 +1019,15 @@ TEXTS = ("def fibonacci(n):", "the fox and the crow", "one two one two one two",
 def eagle_decoder(tiny_decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """The tiny target with an EAGLE-1 head that has learned for some seconds what it says to `TEXTS`."""
     model = random_head(EagleForm(1, input_norm=True, output_norm=True), VOCAB, VOCAB, 64)
-    model.train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(0.3)
+                parameter.mul_(0.5)
     ids, features = [], []
     for text in TEXTS:
         prompt = tiny_decoder.encode(text)[-40:]
         endless = changed(tiny_decoder, tiny_decoder.tree)
-        said = (
-            prompt
-            + endless.generate(prompt, max_new_tokens=100 - len(prompt), sequence=endless.new_sequence()).token_ids
-        )
+        said = prompt + fresh(endless, prompt, max_new_tokens=100 - len(prompt)).token_ids
         cache = tiny_decoder.target.open(100)
         output = cache.run(np.array(said), np.arange(100), np.tri(100, dtype=np.bool_), np.array([0]))
         assert output.hidden is not None
@@ -1038,15 +1039,14 @@ def eagle_decoder(tiny_decoder: Decoder, tmp_path_factory: pytest.TempPathFactor
     for _ in range(120):
         out = model(tokens[:, 1:-1], torch.arange(98)[None], read[:, :-2] + 0.05 * torch.randn(4, 98, 64), mask)
         loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), tokens[:, 2:].flatten())
-        loss = loss + torch.nn.functional.smooth_l1_loss(out.hidden_states[-1], read[:, 1:-1])  # type: ignore[index]
+        loss = loss + torch.nn.functional.smooth_l1_loss(out.hidden_states[-1], read[:, 1:-1])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(loss)
     folder = tmp_path_factory.mktemp("eagle")
     info = EagleInfo("f", "eagle-1", 1, VOCAB, None, 10, tiny_decoder.capacity, None, 1, [])
     decoder = changed(tiny_decoder, DynamicTree(10, depth=5, top_k=3), method="eagle", heads=None, eagle=info)
-    decoder.heads, decoder.draft = None, graph_of(model.eval(), folder, top_k=10)
+    decoder.heads, decoder.draft = None, graph_of(model, folder, top_k=10)
     return decoder
 
 
@@ -1077,10 +1077,11 @@ def test_greedy_answers_are_those_of_plain_decoding(eagle_decoder: Decoder, eos_
             plain = fresh(decoder, prompt, max_new_tokens=60, speculate=False)
             ours = fresh(decoder, prompt, max_new_tokens=60)
             assert (ours.token_ids, ours.finish_reason) == (plain.token_ids, plain.finish_reason), name
-            assert ours.stats.draft_calls >= ours.stats.rounds - 3 and plain.stats.draft_calls == 0
-            assert ours.stats.draft_step_seconds > 0 and ours.stats.seconds["draft"] > 0
+            assert plain.stats.draft_calls == 0
+            assert ours.stats.draft_calls >= ours.stats.rounds - 3
+            if ours.stats.rounds > 3:
+                assert ours.stats.draft_step_seconds > 0 and ours.stats.seconds["draft"] > 0
             rounds, accepted = rounds + ours.stats.rounds, accepted + ours.stats.accepted
-        print(name, accepted, rounds)
         assert accepted > rounds / 2, name
 
 

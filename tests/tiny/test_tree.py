@@ -308,6 +308,7 @@ def test_dynamic_tree_is_read_written_and_refused() -> None:
     assert read_tree("dynamic-12") == tree_from_json({"dynamic": {"nodes": 12}}) == DynamicTree(12)
     assert read_tree("dynamic-12-0.08") == tree_from_json(DynamicTree(12, 0.08).to_json()) == DynamicTree(12, 0.08)
     assert tree_from_json(DynamicTree(5).to_json()) == DynamicTree(5)
+    assert DynamicTree(5).to_json() == {"dynamic": {"nodes": 5, "floor": 0.0}}  # limits only where they are set
     assert read_tree("chain-2") == TokenTree.chain(2)
     for data in (
         {"dynamic": {"nodes": 1}},
@@ -315,9 +316,49 @@ def test_dynamic_tree_is_read_written_and_refused() -> None:
         {"dynamic": 4},
         {"dynamic": {"nodes": True}},
         {"dynamic": {"nodes": 3, "floor": 1}},
+        {"dynamic": {"nodes": 3, "depth": 0}},
+        {"dynamic": {"nodes": 3, "top_k": 0}},
+        {"dynamic": {"nodes": 3, "depth": 1.5}},
+        {"dynamic": {"nodes": 3, "top_k": True}},
+        {"dynamic": {"nodes": 3, "depth": None}},
     ):
         with pytest.raises(TreeError):
             tree_from_json(data)
+
+
+def test_limits_of_a_dynamic_tree_are_read_and_written() -> None:
+    for text, tree, data in (
+        ("dynamic-60-d6-k10", DynamicTree(60, depth=6, top_k=10), {"nodes": 60, "floor": 0.0, "depth": 6, "top_k": 10}),
+        ("dynamic-8-0.06-d6", DynamicTree(8, 0.06, 6), {"nodes": 8, "floor": 0.06, "depth": 6}),
+        ("dynamic-8-.1-k4", DynamicTree(8, 0.1, None, 4), {"nodes": 8, "floor": 0.1, "top_k": 4}),
+    ):
+        assert read_tree(text) == tree_from_json({"dynamic": data}) == tree
+        assert tree.to_json() == {"dynamic": data}
+    for text in ("dynamic-8-k4-d6", "dynamic-8-d", "dynamic-8-d6-0.1", "adaptive-8-d6", "dynamic-8-d-6", "dynamic-8d6"):
+        with pytest.raises(TreeError, match=r"use one of .* dynamic-N\[-FLOOR\]\[-dDEPTH\]\[-kTOPK\]"):
+            read_tree(text)
+    for text, message in (("dynamic-8-d0", "a depth of 0 leaves no room"), ("dynamic-8-k0", "a top_k of 0 leaves no")):
+        with pytest.raises(TreeError, match=message):
+            read_tree(text)
+
+
+def test_grow_expands_no_more_than_the_best_of_a_level() -> None:
+    """Against EAGLE-2's own order of things: expand level by level, then take the best of all."""
+    rng = np.random.default_rng(6)
+    limited = 0
+    for _ in range(60):
+        depth, ranks, top_k, nodes = (int(rng.integers(*bounds)) for bounds in ((1, 5), (1, 6), (1, 5), (2, 30)))
+        logprobs = -np.sort(rng.exponential(1.0, (depth, ranks)), axis=1)
+        scores: dict[NodePath, float] = {}
+        level: dict[NodePath, float] = {(): 0.0}
+        for table in logprobs:
+            frontier = sorted(level, key=level.__getitem__, reverse=True)[:top_k]
+            level = {(*path, rank): level[path] + table[rank] for path in frontier for rank in range(min(top_k, ranks))}
+            scores |= level
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[: nodes - 1]
+        assert set(grow(logprobs, nodes, top_k=top_k).paths[1:]) == set(best)
+        limited += grow(logprobs, nodes, top_k=top_k) != grow(logprobs[:, :top_k], nodes)
+    assert limited > 3  # times that the frontier, not the children alone, was what set the limit
 
 
 def test_grow_leaves_out_what_is_not_worth_a_row() -> None:

@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 
 from speccompile.compiler.checkpoint import Source
 from speccompile.compiler.draft_model import DraftModel
-from speccompile.compiler.eagle_head import EagleHead, fingerprint_head
+from speccompile.compiler.eagle_head import EagleHead, make_head
 from speccompile.graphs.attention import foreign_attention
 from speccompile.graphs.eagle import EagleForm, EagleModel
 from speccompile.graphs.errors import CheckpointError
@@ -388,7 +388,7 @@ def new_head(
         given = decoder_layers(source.model if trunk is None else trunk.model)
         chosen = list(given)[:layers] if trunk is not None or settings.start == "first" else list(given)[-layers:]
         for layer, like in zip(model.layers, chosen, strict=True):
-            _copy_layer(layer, like, heads // kv_heads)
+            _copy_layer(layer, like)
         if form.version == 1 and trunk is not None:
             width = config.hidden_size
             model.fc.weight.copy_(torch.cat((torch.eye(width), torch.zeros(width, width)), 1))
@@ -400,7 +400,7 @@ def new_head(
     return model
 
 
-def _copy_layer(layer: Any, like: Any, _groups: int) -> None:
+def _copy_layer(layer: Any, like: Any) -> None:
     """Give a head's layer the weights of a Llama layer; a wide one reads the embedding as that layer would, and at
     first little of the feature. Key and value heads are repeated where the head shares none."""
     try:
@@ -503,16 +503,7 @@ def train_eagle(
 
     model = model.cpu().eval()
     token_ids = None if len(data.token_ids) == vocab_size else data.token_ids
-    head = EagleHead(
-        path=source.path,
-        model=model,
-        layout="speccompile",
-        reasons=(),
-        token_ids=token_ids,
-        fingerprint=fingerprint_head(model, token_ids),
-        target_fingerprint=source.fingerprint,
-        warnings=(),
-    )
+    head = make_head(source.path, model, source, token_ids)
     losses = np.array(training.losses).reshape(settings.epochs, epoch_steps, settings.unroll).mean(1)
     return head, {
         "settings": asdict(settings),
