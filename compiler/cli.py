@@ -480,6 +480,49 @@ def train_draft(model: Path, out: Path, work: Path | None, as_json: bool, **opti
     notes.print(f"wrote [bold]{out}[/bold]")
 
 
+@train.command("eagle")
+@training_options
+@click.option("--version", type=click.Choice(["1", "3"]), default="3", show_default=True, help="EAGLE-1 or EAGLE-3.")
+@click.option("--layers", type=int, default=1, show_default=True, help="Of a head that stands on no draft model.")
+@click.option(
+    "--start",
+    type=click.Choice(["first", "last"]),
+    default="first",
+    show_default=True,
+    help="MODEL's layers to start as.",
+)
+@click.option("--taps", help="Layers whose incoming streams are read, such as 2,15,27,30. Default: the version's own.")
+@click.option("--unroll", type=int, default=3, show_default=True, help="Passes of training-time test; 1 is none.")
+@click.option("--feature-loss", type=float, default=0.0, show_default=True, help="Weight of EAGLE-1's SmoothL1.")
+@click.option("--noise", type=float, default=0.0, show_default=True, help="On features, as a share of their size.")
+@click.option("--lr", type=float, default=1e-2, show_default=True, help="Largest step, as a share of a tensor's size.")
+@click.option("--epochs", type=int, default=3, show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["fp16", "int8"]), default="fp16", show_default=True, help="Of what is written."
+)
+def train_eagle(
+    model: Path, out: Path, work: Path | None, as_json: bool, version: str, taps: str | None, **options: Any
+) -> None:
+    """Train an EAGLE head on MODEL's own answers; --init may be a head, or a draft model to stand on (version 1)."""
+    from speccompile.tools.training.pipeline import train_eagle_head
+
+    try:
+        streams = None if taps is None else [int(part) for part in taps.split(",")]
+    except ValueError:
+        raise click.UsageError(f"--taps: '{taps}' is no list of layers; write it like 2,15,27.") from None
+    where = work or out.with_name(f"{out.name}.work")
+    with progress(as_json) as report:
+        card = train_eagle_head(model, out, where, version=int(version), taps=streams, report=report, **options)
+    if as_json:
+        click.echo(json.dumps(card))
+        return
+    notes.print(
+        f"held out: {100 * card['agreement']:.1f} % of its first guesses are the target's, "
+        f"{100 * card['top3']:.1f} % of its first three"
+    )
+    notes.print(f"wrote [bold]{out}[/bold]")
+
+
 # ---- zoo ----
 
 

@@ -382,8 +382,8 @@ class Reader:
         join = self._part(self.about, "form").get("join", 0)
         if type(join) is not int or not 0 <= join < self._layers():
             raise CheckpointError(
-                f"{self.config_file}: {CONFIG_KEY}.form.join is {join!r}; expected 0 .. {self._layers() - 1}, one of the "
-                f"head's layers."
+                f"{self.config_file}: {CONFIG_KEY}.form.join is {join!r}; expected one of the head's layers, 0 .. "
+                f"{self._layers() - 1}."
             )
         return join
 

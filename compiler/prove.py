@@ -267,9 +267,7 @@ def _prove_draft(
         _require_topk(proof, "draft_topk", decoder.draft_tokens, logits, *best)
 
 
-def _require_topk(
-    proof: Proof, name: str, token_ids: Array | None, logits: Array, ids: Array, logprobs: Array
-) -> None:
+def _require_topk(proof: Proof, name: str, token_ids: Array | None, logits: Array, ids: Array, logprobs: Array) -> None:
     """The best tokens are held against the graph's own logits, which leaves no room for rounding."""
     own = logits - np.logaddexp.reduce(logits.astype(np.float64))
     columns = ids if token_ids is None else np.searchsorted(token_ids, ids)
@@ -339,7 +337,7 @@ def eager_features(source: Source, head: EagleHead, ids: list[int]) -> Array:
 
 def eager_draft(head: EagleHead, features: Array, ids: list[int]) -> tuple[Array, Array]:
     """Logits [Vd] and state [F] of the eager head at the last of `ids`, which are paired with `features` [N,F] and,
-    behind those, with its own states. Everything is run again for each of them: no cache, no mask but the causal one."""
+    behind those, with its own states. Each of those runs everything again: no cache, no mask but the causal one."""
     known = torch.from_numpy(features)[None]
     while True:
         count = known.shape[1]

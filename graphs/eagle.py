@@ -1,4 +1,4 @@
-"""EAGLE heads: a small transformer that drafts from the target's own features (arXiv 2401.15077, 2406.16858, 2503.01840).
+"""EAGLE heads: a small transformer drafts from the target's own features (arXiv 2401.15077, 2406.16858, 2503.01840).
 
 At position i a head reads the token t_(i+1) and a feature f_i, and guesses t_(i+2). f_i is the target's where the
 target has run, and behind that what the head itself gave out one position before: its recurrent state.
@@ -8,9 +8,9 @@ target has run, and behind that what the head itself gave out one position befor
     version 3   f = fc(residual streams that enter some of the target's layers); the first layer's attention reads
                 (embedding, f), its residual is f. The head has a norm and an lm_head, often over fewer tokens.
 
-Ours, for targets of a hundred million parameters, where one layer knows too little: a version 1 head may read tokens alone
-in its first layers (the trunk, which can start as a trained draft model) and let the features join behind them, and the
-features may be fused from several streams, as in version 3.
+Ours, for targets of a hundred million parameters, where one layer knows too little: a version 1 head may read tokens
+alone in its first layers (the trunk, which can start as a trained draft model) and let the features join behind them,
+and the features may be fused from several streams, as in version 3.
 
 Layouts, and the file each rule comes from: notes in `compiler.eagle_head`. The network is SafeAILab/EAGLE's
 `eagle/model/cnets1.py` and `cnets.py`, with the norms that HASS, vllm-project/speculators and NVIDIA ModelOpt add.

@@ -245,9 +245,7 @@ def read_side(path: Path, features: Path, held_out: bool) -> list[Item]:
     return [(item, own) for item, own in pairs if is_held_out(item) == held_out]
 
 
-def shuffled_batches(
-    paths: Sequence[Path], features: Path, batch: int, seed: int, epoch: int
-) -> Iterator[list[Item]]:
+def shuffled_batches(paths: Sequence[Path], features: Path, batch: int, seed: int, epoch: int) -> Iterator[list[Item]]:
     """Training conversations of one epoch, those of about one length together; as in `draft.shuffled_batches`."""
     rng = np.random.default_rng([seed, epoch])
     order = [paths[index] for index in rng.permutation(len(paths))]
@@ -325,6 +323,43 @@ def unrolled(model: EagleModel, ids: torch.Tensor, features: torch.Tensor, passe
     return states
 
 
+def check_settings(
+    settings: Settings, source: Source, taps: Sequence[int], init: EagleHead | DraftModel | None = None
+) -> None:
+    """Refuse what cannot be trained, before hours of making data.
+
+    Raises:
+        CheckpointError: naming the setting, its value and what fits.
+    """
+    count = source.model.config.get_text_config().num_hidden_layers
+    if settings.version not in (1, 3):
+        raise CheckpointError(f"version: {settings.version} is unknown; use 1 (EAGLE-1 and EAGLE-2) or 3.")
+    if settings.start not in STARTS:
+        raise CheckpointError(f"start: '{settings.start}' is unknown; use one of {', '.join(STARTS)}.")
+    if init is None and not 1 <= settings.layers < count:
+        raise CheckpointError(
+            f"layers: {settings.layers} asked for; a head takes 1 .. {count - 1} of this target's {count}."
+        )
+    if settings.unroll < 1:
+        raise CheckpointError(f"unroll: {settings.unroll} passes asked for; use 1 or more.")
+    if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] <= count):
+        raise CheckpointError(
+            f"taps: {list(taps)}; expected different layers, ascending, out of the target's 0 .. {count}."
+        )
+    if settings.version == 3 and not taps:
+        raise CheckpointError("taps: version 3 reads streams of the target; name at least one layer.")
+    if isinstance(init, DraftModel) and (settings.version != 1 or not init.taken):
+        raise CheckpointError(
+            f"{init.path}: only a version 1 head can stand on a draft model, and only on one that was cut out of its "
+            "target (`train draft`)."
+        )
+    if isinstance(init, EagleHead) and (init.version != settings.version or init.form.taps != tuple(taps)):
+        raise CheckpointError(
+            f"{init.path}: a version {init.version} head on layers {list(init.form.taps)} cannot start a version "
+            f"{settings.version} head on {list(taps)}; give the same."
+        )
+
+
 def new_head(
     source: Source, data: DataSummary, settings: Settings, taps: Sequence[int], trunk: DraftModel | None = None
 ) -> EagleModel:
@@ -334,17 +369,11 @@ def new_head(
     their channels by a factor of a hundred, and steps relative to a tensor's size need channels of about one.
 
     Raises:
-        CheckpointError: for more layers than the target has, or a target whose layers are not a Llama's.
+        CheckpointError: for settings that do not fit, or a target whose layers are not a Llama's.
     """
+    check_settings(settings, source, taps, trunk)
     config = source.model.config.get_text_config()
-    if settings.start not in STARTS:
-        raise CheckpointError(f"start: '{settings.start}' is unknown; use one of {', '.join(STARTS)}.")
     layers = settings.layers if trunk is None else trunk.layers
-    if not 1 <= layers < config.num_hidden_layers:
-        raise CheckpointError(
-            f"layers: {layers} asked for; a head takes 1 .. {config.num_hidden_layers - 1} of this target's "
-            f"{config.num_hidden_layers}."
-        )
     form = (
         EagleForm(3, tuple(taps), fusion_norm="each")
         if settings.version == 3
@@ -416,7 +445,9 @@ def _copy_layer(layer: Any, like: Any) -> None:
             ours[:, : theirs.shape[1]] = theirs
             ours[:, theirs.shape[1] :] *= 0.1 * relative_size(theirs) / relative_size(ours)
     except (AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"head: the target's layers are not like a Llama's ({error}); it cannot start as them.") from error
+        raise CheckpointError(
+            f"head: the target's layers are not like a Llama's ({error}); it cannot start as them."
+        ) from error
 
 
 # ---- training ----
@@ -520,9 +551,7 @@ def train_eagle(
 class Unrolling:
     """Head, optimiser and progress: what a checkpoint holds."""
 
-    def __init__(
-        self, model: EagleModel, source: Source, data: DataSummary, settings: Settings, device: str
-    ) -> None:
+    def __init__(self, model: EagleModel, source: Source, data: DataSummary, settings: Settings, device: str) -> None:
         self.model, self.settings, self.device = model.to(device), settings, torch.device(device)
         self.dtype = product_dtype(device)
         self.token_ids = data.token_ids

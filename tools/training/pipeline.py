@@ -1,10 +1,11 @@
-"""`speccompile train`: model -> graph -> conversations with features -> heads or draft model, tree and card."""
+"""`speccompile train`: model -> graph -> conversations with features -> heads, draft model or EAGLE head, and card."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 
 from speccompile.compiler.build import write_target
 from speccompile.compiler.checkpoint import Source, read_model
-from speccompile.compiler.draft_model import check_dtype, read_draft, write_draft
+from speccompile.compiler.draft_model import DraftModel, check_dtype, read_draft, slim_facts, write_draft
+from speccompile.compiler.eagle_head import EagleHead, read_eagle, write_eagle
 from speccompile.compiler.medusa_heads import read_heads, write_heads
 from speccompile.compiler.publish import staged
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.target import TargetTail, survey
-from speccompile.graphs.tree import DraftTree
+from speccompile.graphs.tree import DraftTree, DynamicTree
 from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.tools.training.conversations import (
     OPENINGS,
@@ -38,6 +40,10 @@ from speccompile.tools.training.draft import (
     train_draft,
 )
 from speccompile.tools.training.draft import Settings as DraftSettings
+from speccompile.tools.training.eagle import Settings as EagleSettings
+from speccompile.tools.training.eagle import check_settings, default_taps, make_features, train_eagle
+from speccompile.tools.training.eagle import figures as eagle_figures
+from speccompile.tools.training.eagle import measure as measure_eagle
 from speccompile.tools.training.medusa import Settings, held_out_ranks, train_medusa
 from speccompile.tools.training.tree_search import best_tree_measured, mean_accepted_tokens, path_frequencies
 
@@ -45,6 +51,7 @@ USER_WORDS = "USER WORDS GO HERE"
 TREE_SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 64)  # nodes, the root included
 DATA_LENGTH = 2048  # positions of the graph that makes data
 CONVERSATIONS = "conversations"  # folder of the shards
+EAGLE_TREE = DynamicTree(8, 0.08, depth=6)
 
 Report = Callable[[str], None]
 
@@ -218,6 +225,112 @@ def train_draft_model(
     return card
 
 
+def train_eagle_head(
+    model: Path,
+    out: Path,
+    work: Path,
+    *,
+    version: int,
+    layers: int,
+    start: str,
+    taps: Sequence[int] | None,
+    tokens: int,
+    draft_vocabulary: int,
+    epochs: int,
+    unroll: int,
+    feature_loss: float,
+    noise: float,
+    rows: int,
+    seed: int,
+    device: str,
+    dtype: str = "fp16",
+    data: Path | None = None,
+    init: Path | None = None,
+    lr: float = EagleSettings.lr,
+    report: Report = lambda _: None,
+) -> dict[str, Any]:
+    """Train an EAGLE head for a model on the model's own answers and publish it at `out`.
+
+    Args:
+        work, tokens, data, draft_vocabulary, dtype: as in `train_draft_model`; the same folder and data serve.
+        version, layers, start, unroll, feature_loss, noise: see `eagle.Settings`.
+        taps: streams of the target to read; None takes EAGLE-3's three with version 3 and, with version 1, the
+            post-norm hidden state.
+        init: a head to go on from, or a draft model that `train draft` made, for a version 1 head to stand on.
+
+    Returns:
+        the card: settings, counts, held-out agreement by depth, seconds.
+
+    Raises:
+        CheckpointError: when `out` exists already, the model has no chat template to make data with, or the settings
+            do not fit the model.
+    """
+    started = time.monotonic()
+    settings = EagleSettings(
+        version=version,
+        layers=layers,
+        start=start,
+        epochs=epochs,
+        lr=lr,
+        unroll=unroll,
+        feature_loss=feature_loss,
+        noise=noise,
+        seed=seed,
+    )
+    first: list[EagleHead | DraftModel | None] = []
+    chosen_taps: list[tuple[int, ...]] = []
+
+    def check_head(source: Source) -> None:
+        _check_vocabulary(draft_vocabulary, source)
+        given = None if init is None else _read_start(init, source)
+        own = default_taps(source.model.config.get_text_config().num_hidden_layers) if version == 3 else ()
+        kept = given.form.taps if isinstance(given, EagleHead) else own
+        chosen_taps.append(kept if taps is None else tuple(taps))
+        check_settings(settings, source, chosen_taps[0], given)
+        first.append(given)
+
+    with staged(out) as folder:
+        check_dtype(dtype)
+        source, made = _prepare(model, work, tokens, rows, seed, data, report, check_head)
+        chosen = _device(device)
+        features = work / ("features-" + ("-".join(map(str, chosen_taps[0])) or "last"))
+        make_features(
+            source,
+            work / CONVERSATIONS,
+            features,
+            chosen_taps[0],
+            chosen,
+            lambda done, shards: report(f"running the target: shard {done} of {shards}"),
+        )
+        trained, results = train_eagle(
+            work / CONVERSATIONS,
+            features,
+            source,
+            chosen_taps[0],
+            work=work / "checkpoint",
+            settings=replace(settings, draft_vocabulary=draft_vocabulary or len(source.lm_head.weight)),  # type: ignore[arg-type]
+            init=first[0],
+            device=chosen,
+            report=_show_steps(report),
+        )
+        write_eagle(trained, folder, dtype=dtype)
+        report("measuring the head")
+        written = read_eagle(folder, source)
+        card = {
+            **_about("eagle", source, data, made, seed),
+            **results,
+            **eagle_figures(measure_eagle(written, work / CONVERSATIONS, features)),
+            "dtype": dtype,
+            "hours": (time.monotonic() - started) / 3600,
+        }
+        _write_beside(folder, EAGLE_TREE, card)
+    return card
+
+
+def _read_start(path: Path, source: Source) -> EagleHead | DraftModel:
+    return read_eagle(path, source) if slim_facts(path) is None else read_draft(path, source)
+
+
 def turn_tokens(source: Source) -> TurnTokens:
     """The chat template around a user turn, as token ids.
 
@@ -316,4 +429,4 @@ def _make_data(source: Source, work: Path, tokens: int, rows: int, seed: int, da
     return make_conversations(source_of_data, folder, tokens, show)
 
 
-__all__ = ["train_draft_model", "train_medusa_heads", "turn_tokens"]
+__all__ = ["train_draft_model", "train_eagle_head", "train_medusa_heads", "turn_tokens"]
