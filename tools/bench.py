@@ -34,6 +34,7 @@ from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSe
 from speccompile.graphs.tree import DraftTree, DynamicTree, read_tree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.backends import ort
+from speccompile.runtime.stats import STAGES
 from speccompile.tools.prompts import MT_BENCH, Question, read_questions, spread
 
 TIE_GAP = 1e-4
@@ -71,7 +72,7 @@ class Contestant:
 @click.option("--tree", "trees", multiple=True, help="Also try this tree with the first bundle; may be repeated.")
 @click.option("--lookahead", "windows", multiple=True, help="Also lookahead W,N,G with the first bundle's target.")
 @click.option("--lookup", is_flag=True, help="Also prompt lookup with the first bundle's target.")
-@click.option("--also", is_flag=True, help="Also the first bundle's heads joined by prompt lookup.")
+@click.option("--also", is_flag=True, help="Also every bundle that drafts, its guesses joined by prompt lookup's.")
 @click.option("--threads", type=int, help="Default: the cores this process may use.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
@@ -97,8 +98,8 @@ def main(
             raise SpecCompileError(f"{file}: no questions to ask; give a file with some, and --prompts of 1 or more.")
         decoders = [load(bundle, threads) for bundle in bundles]
         first, methods = decoders[0], [decoder.bundle.manifest.method for decoder in decoders]
-        if also and first.heads is None:
-            raise SpecCompileError(f"--also: {bundles[0]} has no heads that prompt lookup could join; put one first.")
+        if also and all(decoder.heads is None and decoder.draft is None for decoder in decoders):
+            raise SpecCompileError(f"--also: {bundles[0]} has nothing that drafts, for prompt lookup to join; give such.")
         ways = [
             (method if methods.count(method) == 1 else bundle.stem, decoder)
             for method, bundle, decoder in zip(methods, bundles, decoders, strict=True)
@@ -109,7 +110,11 @@ def main(
         if lookup:
             ways.append(("prompt-lookup", lookup_variant(first)))
         if also:
-            ways.append((f"{ways[0][0]} and lookup", variant(first, first.tree, lookup=LookupSettings())))
+            ways += [
+                (f"{name} and lookup", variant(decoder, decoder.tree, lookup=LookupSettings()))
+                for name, decoder in ways[: len(bundles)]
+                if decoder in decoders and (decoder.heads or decoder.draft)
+            ]
         contestants = [bundle_contestant(first, PLAIN, False, max_new_tokens)]
         contestants += [bundle_contestant(decoder, name, True, max_new_tokens) for name, decoder in ways]
         if model is not None:
@@ -290,6 +295,11 @@ def show(result: dict[str, Any]) -> None:
         f"{result['prompts']} prompts; in brackets the quartiles over prompts; decoding: without prefill; "
         "* per round, bonus included"
     )
+    table = Table("milliseconds a round", *(stage for stage in STAGES if stage != "prefill"))
+    for facts in result["contestants"]:
+        if "rounds" in facts:
+            table.add_row(facts["name"], *(f"{value:.2f}" for value in facts["ms_per_round"].values()))
+    out.print(table)
     if result["tasks"]:
         names = [facts["name"] for facts in result["contestants"] if "rounds" in facts and facts["name"] != PLAIN]
         table = Table("decoding against plain (mean accepted tokens)", *names)

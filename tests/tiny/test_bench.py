@@ -116,7 +116,7 @@ def test_also_wants_heads_and_a_run_wants_questions(tiny_bundle: Path, tmp_path:
     manifest |= {"method": "plain", "heads": None}
     (plain / "manifest.json").write_text(json.dumps(manifest))
     for options, words in (
-        (["--also"], "no heads that prompt lookup could join"),
+        (["--also"], "nothing that drafts"),
         (["--prompts", "0"], "no questions"),
     ):
         done = CliRunner().invoke(bench.main, [str(plain), *options])

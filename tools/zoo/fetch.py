@@ -127,6 +127,11 @@ def draft(name: str) -> Path:
     return _shipped(name, "draft", "draft model is")
 
 
+def eagle(name: str) -> Path:
+    """The folder of the EAGLE head shipped for the model `name`; pass it on as HEAD. Errors as in `heads`."""
+    return _shipped(name, "eagle", "EAGLE head is")
+
+
 def _shipped(name: str, method: str, what: str) -> Path:
     folder = Path(__file__).with_name(f"{_find(name).name}-{method}")
     if not (folder / "config.json").is_file():
