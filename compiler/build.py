@@ -438,8 +438,10 @@ def _default_tree(
 
 
 def _top_k(tree: DraftTree, draft_vocabulary: int | None) -> int:
-    """Best tokens that a drafting graph names: as many as the tree has ranks, at least ten, if there are so many."""
-    wanted = max(DEFAULT_TOP_K, max(tree.ranks) + 1) if isinstance(tree, TokenTree) else DEFAULT_TOP_K
+    """Best tokens that a drafting graph names: as many as a node of the tree can have children, at least ten, if there
+    are so many."""
+    children = max(tree.ranks) + 1 if isinstance(tree, TokenTree) else getattr(tree, "top_k", None)
+    wanted = max(DEFAULT_TOP_K, children or 0)
     return min(wanted, draft_vocabulary) if draft_vocabulary else wanted
 
 

@@ -7,6 +7,7 @@ Heads written here are in the official layout (or speculators') and may have mor
     d2t, t2d in a version 1 head     its lm_head is the target's rows of these ids
     no lm_head in a version 3 head   likewise
     layers.{i}.* / midlayer.{i}.*    more layers than one
+    fusion.* in a version 1 head     its features are fused from the streams of `taps`
     norms of a version 1 head        embed_layernorm, hnorm, layers.0.input_layernorm, lm_head_layernorm
     NAME as int8 with NAME.scale     see `tensors.pack`
 """
@@ -205,10 +206,11 @@ def write_eagle(head: EagleHead, folder: Path, layout: str = "official", dtype: 
 
 def _check_old_form(head: EagleHead) -> None:
     norms = (head.form.embedding_norm, head.form.input_norm, head.form.output_norm)
-    if len(set(norms)) > 1 or head.form.feature_norm or head.layers > 1 or head.token_ids is not None:
+    more = len(set(norms)) > 1 or head.form.feature_norm or head.form.taps or head.layers > 1
+    if more or head.token_ids is not None:
         raise CheckpointError(
             f"{head.path}: speculators' form of EAGLE-1 has one layer, embedding, input and output norm all three or "
-            f"none, and no draft vocabulary; write this head in the official layout."
+            f"none, no fused features and no draft vocabulary; write this head in the official layout."
         )
 
 

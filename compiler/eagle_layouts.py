@@ -354,28 +354,31 @@ class Reader:
         if self.version == 1:
             for name in self.norms:
                 raise CheckpointError(f"--norm {name}: this is an EAGLE-1 head, which leaves no norm open; drop it.")
-            fused = self._has("fusion.fc")
             return EagleForm(
                 1,
-                self._taps(target_width) if fused else (),
+                self._taps(target_width) if self._has("fusion.fc") else (),
                 join=self._join(),
-                fusion_norm="each" if fused and self._norm("fusion.fc_norm.0") else "none",
+                fusion_norm=self._fusion_norm() if self._has("fusion.fc") else "none",
                 embedding_norm=self._norm("embedding_norm", "use_mtp_layernorm", "layernorms"),
                 feature_norm=self._norm("feature_norm", "use_mtp_layernorm"),
                 input_norm=self._norm("layers.0.input_layernorm", "use_input_layernorm_in_first_layer", "layernorms"),
                 output_norm=self._norm("norm", "use_last_layernorm", "layernorms"),
                 query_norm=query_norm,
             )
-        each, whole = self._norm("fusion.fc_norm.0", "fc_norm"), self._norm("fusion.input_norm", "norm_before_fc")
-        if each and whole:
-            raise CheckpointError(f"{self.file}: has both fc_norm and input_norm (norm_before_fc); a head has one.")
+        fusion_norm = self._fusion_norm()
         return EagleForm(
             3,
             self._taps(target_width),
-            fusion_norm="each" if each else "whole" if whole else "none",
+            fusion_norm=fusion_norm,
             query_norm=query_norm,
-            **self._open_norms(each),
+            **self._open_norms(fusion_norm == "each"),
         )
+
+    def _fusion_norm(self) -> str:
+        each, whole = self._norm("fusion.fc_norm.0", "fc_norm"), self._norm("fusion.input_norm", "norm_before_fc")
+        if each and whole:
+            raise CheckpointError(f"{self.file}: has both fc_norm and input_norm (norm_before_fc); a head has one.")
+        return "each" if each else "whole" if whole else "none"
 
     def _join(self) -> int:
         """Layers before the features join; ours alone."""

@@ -65,7 +65,7 @@ def describe_eagle(path: Path) -> dict[str, Any]:
     head = read_eagle(path, None)
     form, config = head.form, head.model.config
     switches = {
-        1: ("embedding_norm", "feature_norm", "input_norm", "output_norm"),
+        1: ("join", "fusion_norm", "embedding_norm", "feature_norm", "input_norm", "output_norm"),
         3: ("fusion_norm", "norm_before_residual", "norm_output"),
     }[head.version]
     return {
@@ -83,7 +83,7 @@ def describe_eagle(path: Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in own_tensors(head).values()),
         "reads": (
             "the post-norm hidden state"
-            if head.version == 1
+            if not form.taps
             else f"what enters the target's layers {list(form.taps) if head.taps_known else '2, L//2, L-3'}"
         ),
         "taps": list(form.taps) if head.taps_known else None,
@@ -148,7 +148,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         _show_pairs(facts, console)
         return
     _show_pairs({"kind": "bundle", "path": facts["path"], "method": facts["method"], **facts["target"]}, console)
-    for part in ("heads", "draft", "lookahead", "lookup"):
+    for part in ("heads", "draft", "eagle", "lookahead", "lookup"):
         if facts[part]:
             _show_pairs({part: "", **facts[part]}, console)
     for name, graph in facts["graphs"].items():

@@ -118,9 +118,13 @@ def prove(
             _prove_heads(proof, decoder, OrtHeads(exact / "medusa.onnx", threads=1), "fp32", source, heads, prompts)
         precision = decoder.bundle.manifest.graphs["medusa"].precision
         _prove_heads(proof, decoder, decoder.heads, precision, source, heads, prompts)
-    if decoder.draft is not None and (draft is not None or (eagle is not None and source is not None)):
+    given = draft or eagle
+    if decoder.draft is not None and given is not None and (draft is not None or source is not None):
         name = "draft" if draft is not None else "eagle"
         report("proving the draft model" if draft is not None else "proving the EAGLE head")
+        names = None if given.token_ids is None else given.token_ids.numpy()
+        if not np.array_equal(names, decoder.draft_tokens):  # type: ignore[arg-type]  # None equals None
+            raise ProofError(f"proof '{name}_topk': the bundle's list of draft tokens is another than in {given.path}.")
         graphs = [(decoder.draft, decoder.bundle.manifest.graphs[name].precision)]
         if exact is not None:
             graphs.insert(0, (OrtTarget(exact / f"{name}.onnx", threads=1), "fp32"))
@@ -270,10 +274,13 @@ def _prove_draft(
 def _require_topk(proof: Proof, name: str, token_ids: Array | None, logits: Array, ids: Array, logprobs: Array) -> None:
     """The best tokens are held against the graph's own logits, which leaves no room for rounding."""
     own = logits - np.logaddexp.reduce(logits.astype(np.float64))
-    columns = ids if token_ids is None else np.searchsorted(token_ids, ids)
+    names = np.arange(len(own)) if token_ids is None else token_ids
+    columns = np.searchsorted(names, ids).clip(max=len(names) - 1)
     best = np.sort(own)[::-1][: len(ids)]
     wrong = max(_distance(logprobs, own[columns]), _distance(logprobs, best))
-    proof.require(name, wrong, LOGPROB_TOLERANCE, "the drafting graph's best tokens")
+    if not np.array_equal(names[columns], ids):
+        wrong = float("inf")  # tokens that it cannot say
+    proof.require(name, wrong, LOGPROB_TOLERANCE, "the drafting graph's best tokens, or the target's ids for them")
 
 
 def _prove_eagle(
@@ -297,27 +304,28 @@ def _prove_eagle(
     bound = LOGIT_TOLERANCE * float(np.abs(want).max())
     proof.require("hidden", _distance(features, want), bound, "the feature output of the target graph")
 
-    # Row i of a head reads feature i and token i + 1; the root is the token behind the prompt.
+    paths = [tree.ancestry(node) for node in range(len(tree))]
+    wanted = [eager_draft(head, features, [*prompt[1:], *tokens[path].tolist()]) for path in paths]
+    # Row i of a head reads feature i and token i + 1; the root is the token behind the prompt. Nodes are given the eager
+    # states of their parents: what rounding adds in one level must not count again in all below.
     cache = graph.open(count + len(tree))
     ids = np.array([*prompt[1:], tokens[0]])
-    first = cache.run(ids, chain.depths, chain.mask, np.array([count - 1]), hidden=features)
+    first = cache.run(ids, chain.depths, chain.mask, np.array([count - 1]), features=features)
     cache.commit(range(count))
-    logits, best, states = ({0: part} for part in (first.logits[0, 0].copy(), _topk(first, 0), _state(first, -1)))
+    found = {0: (first.logits[0, 0].copy(), _state(first, -1), _topk(first, 0))}
     for depth in range(1, tree.max_depth + 1):
         level = np.flatnonzero(tree.depths == depth)
-        above = np.stack([states[tree.parents[node]] for node in level])
+        above = np.stack([wanted[tree.parents[node]][1] for node in level])
         mask = tree.mask[level, 1 : level[-1] + 1]
         rows = np.arange(len(level))
-        out = cache.run(tokens[level], cache.length + tree.depths[level] - 1, mask, rows, hidden=above)
+        out = cache.run(tokens[level], cache.length + tree.depths[level] - 1, mask, rows, features=above)
         for row, node in enumerate(level.tolist()):
-            logits[node], best[node], states[node] = out.logits[0, row].copy(), _topk(out, row), _state(out, row)
+            found[node] = out.logits[0, row].copy(), _state(out, row), _topk(out, row)
     blame = "the head's graph, its tree mask, positions or states" if precision == "fp32" else ROUNDING
-    for node in range(len(tree)):
-        path = tree.ancestry(node)
-        eager, state = eager_draft(head, features, [*prompt[1:], *tokens[path].tolist()])
-        for got, wanted in ((logits[node], eager), (states[node], state)):
-            proof.require(name, _distance(got, wanted) / max(float(np.abs(wanted).max()), 1e-9), tolerance, blame)
-        _require_topk(proof, "eagle_topk", decoder.draft_tokens, logits[node], *best[node])
+    for node, (logits, state, best) in found.items():
+        for got, eager in zip((logits, state), wanted[node], strict=True):
+            proof.require(name, _distance(got, eager) / max(float(np.abs(eager).max()), 1e-9), tolerance, blame)
+        _require_topk(proof, "eagle_topk", decoder.draft_tokens, logits, *best)
 
 
 def _state(output: StepOutput, row: int) -> Array:

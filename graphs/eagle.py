@@ -191,7 +191,7 @@ class EagleModel(LlamaPreTrainedModel):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        hidden: Tensor | None = None,
+        features: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
@@ -199,12 +199,13 @@ class EagleModel(LlamaPreTrainedModel):
         """Logits [B,T,Vd], and as `hidden_states` the state passed on [B,T,H].
 
         Args:
-            hidden: features [B,T,H]; None stands for zeros (shapes are all that a survey wants).
+            features: [B,T,H], of one position before each token; None stands for zeros (shapes are all that a survey
+                wants).
         """
-        if hidden is None:
-            hidden = self.embed_tokens.weight.new_zeros(*input_ids.shape, self.feature_width)
+        if features is None:
+            features = self.embed_tokens.weight.new_zeros(*input_ids.shape, self.feature_width)
         words, rotary = self.read(input_ids, position_ids, attention_mask=attention_mask)
-        state = self.advance(words, hidden, rotary, attention_mask=attention_mask)
+        state = self.advance(words, features, rotary, attention_mask=attention_mask)
         normed = self.norm(state)
         passed_on = normed if self.form.norm_output else state
         return CausalLMOutput(logits=self.lm_head(normed), hidden_states=(passed_on,))

@@ -241,7 +241,7 @@ class TargetModule(nn.Module):
         """
         seen: list[Tensor] = []
         taps = self.tail.taps if self.tail is not None else ()
-        beside = {} if features is None else {contract.HIDDEN: features}
+        beside = {} if features is None else {contract.FEATURES: features}
 
         def keep_wanted(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             seen.append(args[0])
@@ -354,7 +354,7 @@ def trace_gqa(model: nn.Module, survey: Survey, tail: Tail, features: int | None
                 TOTAL_LENGTH,
                 *(bias_name(window) for window in survey.windows),
                 *contract.past_names(len(layers)),
-                *([] if features is None else [contract.HIDDEN]),
+                *([] if features is None else [contract.FEATURES]),
             ],
             output_names=[*tail.outputs, *contract.present_names(len(layers))],
             dynamic_shapes=dynamic,

@@ -28,7 +28,7 @@ class EagleDrafter(GrowingDrafter):
     """
 
     _waiting: tuple[Features, ...] = ()  # [n,F] each: the target's, of the rows from `cache.length` on
-    _states: dict[int, Features]  # [F], what each node that was run passes on to its children
+    _states: dict[int, Features]  # [F], what the level that was run last passes on, by node; views of its output
 
     def observe(self, nodes: Sequence[int], output: StepOutput) -> None:
         assert output.hidden is not None, "an EAGLE head needs a target that gives features"
@@ -52,7 +52,7 @@ class EagleDrafter(GrowingDrafter):
         output = self._read_waiting([*self.tokens[self.cache.length + 1 :], growth.tokens[0]])
         assert output.hidden is not None
         growth.rows[0] = []
-        self._states = {0: output.hidden[0, -1].copy()}
+        self._states = {0: output.hidden[0, -1]}
         return output
 
     def _read_waiting(self, tokens: Sequence[int]) -> StepOutput:
@@ -65,5 +65,5 @@ class EagleDrafter(GrowingDrafter):
         features = np.stack([self._states[growth.parents[node]] for node in nodes])
         output = super()._run(growth, nodes, features=features, **beside)
         assert output.hidden is not None
-        self._states.update(zip(nodes, output.hidden[0].copy(), strict=True))
+        self._states = dict(zip(nodes, output.hidden[0], strict=True))
         return output

@@ -1,5 +1,8 @@
 """EAGLE heads in numpy, float64, written from the reference notes (sections 2.1, 2.2 and 2.4), not from our module.
 
+What version 1 heads have of our own (fused features, layers before the features join) follows the prose of
+`graphs.eagle`.
+
 Weights go by names of this file's own; each layout's names are given to them by the tests that write checkpoints.
 """
 
@@ -20,10 +23,12 @@ class ReferenceHead:
 
     Args:
         version: 1 or 3.
-        weights: "embedding", "fc", "lm_head", per layer "0.q" ... (see `random_weights`), biases as "NAME.bias".
+        weights: "embedding", "fc", "lm_head", per layer "0.q" ... (see `random_weights`), biases as "NAME.bias"; in
+            version 1 "fusion" makes features of several streams.
         token_ids: target id of each lm_head row.
         rope_divisor: positions are divided by it (linear scaling).
         normed_residual, normed_state: norm_before_residual and norm_output of version 3.
+        join: layers of version 1 that read tokens alone.
         feature_first: a deliberate mistake: the feature before the embedding.
         skip: deliberate mistakes: norms and biases left out.
     """
@@ -40,6 +45,7 @@ class ReferenceHead:
     rope_divisor: float = 1.0
     normed_residual: bool = False
     normed_state: bool = False
+    join: int = 0
     feature_first: bool = False
     skip: tuple[str, ...] = ()
 
@@ -92,32 +98,47 @@ class ReferenceHead:
     # -- the head --
 
     def features(self, streams: Sequence[Array]) -> Array:
-        """Version 1: the post-norm hidden state. Version 3: the captured streams side by side, through fc."""
-        if self.version == 1:
+        """Version 1: the post-norm hidden state. Version 3, and ours: the captured streams side by side, through fc."""
+        if self.version == 1 and not self.has("fusion"):
             return streams[-1]
         normed = [self.norm(f"fc_norm.{index}", stream) for index, stream in enumerate(streams)]
-        return self.linear("fc", self.norm("input_norm", np.concatenate(normed, -1)))
+        name = "fusion" if self.version == 1 else "fc"
+        return self.linear(name, self.norm("input_norm", np.concatenate(normed, -1)))
+
+    def layer(self, layer: int, read: Array, residual: Array, positions: Array) -> Array:
+        """What attention reads and what it is added to -> what leaves the layer."""
+        state = residual + self.attend(layer, read, positions)
+        return state + self.mlp(layer, self.norm(f"{layer}.post", state))
 
     def run(self, tokens: Sequence[int], features: Array, positions: Array) -> tuple[Array, Array]:
         """Tokens t_(i+1) and features f_i -> state passed on [T,H] and logits [T,Vd]."""
-        embedding = self.weights["embedding"][list(tokens)]
+        words = self.weights["embedding"][list(tokens)]
+        for layer in range(self.join):
+            words = self.layer(layer, self.norm(f"{layer}.input", words), words, positions)
         if self.version == 1:
-            pair = (self.norm("embedding_norm", embedding), self.norm("feature_norm", features))
+            pair = (self.norm("embedding_norm", words), self.norm("feature_norm", features))
             state = self.linear("fc", np.concatenate(pair[::-1] if self.feature_first else pair, -1))
         else:
             state = features
-        for layer in range(self.layers):
+        for layer in range(self.join, self.layers):
             if self.version == 3 and layer == 0:
                 normed = self.norm("0.hidden", state)
-                pair = (self.norm("0.input", embedding), normed)
+                pair = (self.norm("0.input", words), normed)
                 read = np.concatenate(pair[::-1] if self.feature_first else pair, -1)
                 residual = normed if self.normed_residual else state
             else:
                 read, residual = self.norm(f"{layer}.input", state), state
-            state = residual + self.attend(layer, read, positions)
-            state = state + self.mlp(layer, self.norm(f"{layer}.post", state))
+            state = self.layer(layer, read, residual, positions)
         normed = self.norm("norm", state)
         return normed if self.normed_state else state, self.linear("lm_head", normed)
+
+    def follow(self, tokens: Sequence[int], features: Array, path: Sequence[int]) -> tuple[Array, Array]:
+        """State passed on [H] and logits [Vd] behind `tokens` and `path`, whose features are the head's own states."""
+        for count in range(len(path) + 1):
+            fed = [*tokens, *path[:count]]
+            state, logits = self.run(fed, features, np.arange(len(fed), dtype=np.float64))
+            features = np.concatenate((features, state[-1:]))
+        return state[-1], logits[-1]
 
     def draft(self, tokens: Sequence[int], streams: Sequence[Array], steps: int) -> tuple[list[int], Array, Array]:
         """The prompt t_1 .. t_n with the target's streams at 0 .. n-1, then `steps` tokens of its own.
@@ -147,19 +168,24 @@ def random_weights(
     rows: int,
     layers: int = 1,
     extra: Sequence[str] = (),
+    streams: int | None = None,
 ) -> dict[str, Array]:
     """Weights of a plain head, rounded to fp16 so that files hold them exactly.
 
     Args:
         extra: norms and biases besides: names of this file.
+        streams: how many are fused; of version 1 None for heads that read the post-norm hidden state.
     """
+    fused = (streams or 3) * target_width
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (vocabulary, width),
-        "fc": (width, 2 * width if version == 1 else 3 * target_width),
+        "fc": (width, 2 * width if version == 1 else fused),
         "lm_head": (rows, width),
     }
     if version == 3:
         shapes["norm"] = (width,)
+    elif streams:
+        shapes["fusion"] = (width, fused)
     for layer in range(layers):
         wide = 2 * width if version == 3 and layer == 0 else width
         shapes |= {
@@ -180,7 +206,7 @@ def random_weights(
         if name.endswith(".bias"):
             shapes[name] = shapes[name.removesuffix(".bias")][:1]
         else:
-            own = {"input_norm": 3 * target_width, "0.q_norm": head_dim, "0.k_norm": head_dim}
+            own = {"input_norm": fused, "0.q_norm": head_dim, "0.k_norm": head_dim}
             shapes[name] = (own.get(name, target_width if name.startswith("fc_norm") else width),)
     weights = {}
     for name, shape in shapes.items():

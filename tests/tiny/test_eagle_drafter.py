@@ -664,6 +664,10 @@ def test_a_dynamic_tree_stays_a_tree_when_guesses_tie(limits: dict[str, int]) ->
     certain = np.eye(4)[[1, 2, 3, 0]] + 1e-30
     draft = propose(Table(certain), DynamicTree(4, **limits), root=0)
     assert draft.tree == TokenTree.chain(3) and draft.tokens.tolist() == [0, 1, 2, 3]
+    # The last place is between token 2 (0.4) and the token 3 that surely follows it.
+    table = np.array([[0, 0.6, 0.4, 0], [0, 0, 0.08, 0.92], [0, 0, 0, 1], [0, 0, 0, 1]]) + 1e-30
+    draft = propose(Table(table), DynamicTree(4, **limits), root=0, max_depth=2)
+    assert draft.tokens.tolist() == [0, 1, 2, 3] and draft.tree.parents == (-1, 0, 0, 1)
     for nodes in range(2, 15):
         even = propose(Table(np.full((4, 4), 0.25)), DynamicTree(nodes, **limits))  # a TokenTree checks its parents
         most = 1 + sum(2 ** min(level, 2) for level in range(1, 5)) if limits else 99

@@ -66,9 +66,11 @@ LAYER_NAMES = {
     "input": "input_layernorm",
     "hidden": "hidden_norm",
 }
-PLAIN = {name: name for name in ("fc", "norm", "lm_head", "input_norm", "fc_norm.0", "fc_norm.1", "fc_norm.2")}
+PLAIN = {
+    name: name for name in ("fc", "fusion", "norm", "lm_head", "input_norm", "fc_norm.0", "fc_norm.1", "fc_norm.2")
+}
 NAMES = {
-    "official": {**PLAIN, "embedding": "embed_tokens"},
+    "official": {**PLAIN, "embedding": "embed_tokens", "embedding_norm": "embed_layernorm", "feature_norm": "hnorm"},
     "HASS": {"embedding_norm": "embed_layernorm", "norm": "lm_head_layernorm", "0.input": "hidden_layernorm"},
     "ModelOpt": {"embedding_norm": "enorm", "feature_norm": "hnorm"},
     "speculators-eagle1": {

@@ -310,7 +310,7 @@ def test_dynamic_tree_is_read_written_and_refused() -> None:
     assert tree_from_json(DynamicTree(5).to_json()) == DynamicTree(5)
     assert DynamicTree(5).to_json() == {"dynamic": {"nodes": 5, "floor": 0.0}}  # limits only where they are set
     assert read_tree("chain-2") == TokenTree.chain(2)
-    for data in (
+    refused: list[object] = [
         {"dynamic": {"nodes": 1}},
         {"dynamic": {}},
         {"dynamic": 4},
@@ -321,17 +321,19 @@ def test_dynamic_tree_is_read_written_and_refused() -> None:
         {"dynamic": {"nodes": 3, "depth": 1.5}},
         {"dynamic": {"nodes": 3, "top_k": True}},
         {"dynamic": {"nodes": 3, "depth": None}},
-    ):
+    ]
+    for data in refused:
         with pytest.raises(TreeError):
             tree_from_json(data)
 
 
 def test_limits_of_a_dynamic_tree_are_read_and_written() -> None:
-    for text, tree, data in (
+    cases: list[tuple[str, DynamicTree, dict[str, float]]] = [
         ("dynamic-60-d6-k10", DynamicTree(60, depth=6, top_k=10), {"nodes": 60, "floor": 0.0, "depth": 6, "top_k": 10}),
         ("dynamic-8-0.06-d6", DynamicTree(8, 0.06, 6), {"nodes": 8, "floor": 0.06, "depth": 6}),
         ("dynamic-8-.1-k4", DynamicTree(8, 0.1, None, 4), {"nodes": 8, "floor": 0.1, "top_k": 4}),
-    ):
+    ]
+    for text, tree, data in cases:
         assert read_tree(text) == tree_from_json({"dynamic": data}) == tree
         assert tree.to_json() == {"dynamic": data}
     for text in ("dynamic-8-k4-d6", "dynamic-8-d", "dynamic-8-d6-0.1", "adaptive-8-d6", "dynamic-8-d-6", "dynamic-8d6"):

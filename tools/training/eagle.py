@@ -16,8 +16,9 @@ in the target, channels scaled to unit size; and noise on the features.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import scaled_dot_product_attention, smooth_l1_loss
+from torch.nn.functional import pad, scaled_dot_product_attention, smooth_l1_loss
 from transformers import LlamaConfig
 
 from speccompile.compiler.checkpoint import Source
-from speccompile.compiler.draft_model import DraftModel
+from speccompile.compiler.draft_model import DraftModel, cut_lm_head, cut_model
 from speccompile.compiler.eagle_head import EagleHead, make_head
+from speccompile.compiler.eagle_layouts import SHAREABLE
 from speccompile.graphs.attention import foreign_attention
 from speccompile.graphs.eagle import EagleForm, EagleModel
 from speccompile.graphs.errors import CheckpointError
@@ -45,6 +48,7 @@ from speccompile.tools.training.draft import (
     SHUFFLE_SHARDS,
     SOFTENINGS,
     final_norm,
+    logits_of,
     relative_size,
 )
 from speccompile.tools.training.medusa import DataSummary, is_held_out, schedule, survey
@@ -55,6 +59,8 @@ CHUNK = 256  # answer tokens whose logits exist at once, in every pass
 FEATURE_GAIN = 16.0
 LARGEST_FP16 = 65504.0
 MEASURED_DEPTH = 8
+MISSED = 1 << 32  # a rank: the true token is outside the draft vocabulary
+UNKNOWN = -1  # a rank: the answer does not reach so far back
 STARTS = ("first", "last")
 
 
@@ -70,7 +76,7 @@ class Settings:
         unroll: passes of training-time test; 1 is none.
         decay: weight of a pass, from one to the next.
         feature_loss: weight of SmoothL1 on features.
-        noise: largest uniform noise on a feature, as a share of its root mean square.
+        noise: largest uniform noise on a stream, as a share of its root mean square.
     """
 
     version: int = 3
@@ -88,8 +94,9 @@ class Settings:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """The three streams that EAGLE-3 reads: entering layers 2, L/2 and L-3 (SafeAILab/EAGLE `modeling_llama_kv.py`)."""
-    return 2, layers // 2, layers - 3
+    """The three streams that EAGLE-3 reads: entering layers 2, L/2 and L-3 (SafeAILab/EAGLE `modeling_llama_kv.py`);
+    those that there are where a target has less than seven layers."""
+    return tuple(sorted({2, layers // 2, layers - 3} & set(range(layers + 1))))
 
 
 # ---- features ----
@@ -113,13 +120,12 @@ def make_features(
         CheckpointError: when `folder` holds features of another target or other taps.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made_of = {"target": source.fingerprint, "taps": " ".join(map(str, taps))}
     paths = shard_paths(shards)
     model = source.model.to(device)
     for number, path in enumerate(paths):
         report(number, len(paths))
         if (file := folder / path.name).exists():
-            _check_features(file, made_of)
+            _check_features(file, source, taps)
             continue
         items = read_shard(path)
         order = sorted(range(len(items)), key=lambda index: _rows(items[index]))
@@ -129,7 +135,7 @@ def make_features(
             for index, kept in zip(chosen, _run_target(model, [items[i] for i in chosen], taps), strict=True):
                 features[index] = kept
         partial = file.with_suffix(".partial")
-        save_file({"features": torch.cat([features[i] for i in range(len(items))])}, partial, made_of)
+        save_file({"features": torch.cat([features[i] for i in range(len(items))])}, partial, _made_of(source, taps))
         partial.rename(file)
     source.model.cpu()
 
@@ -141,8 +147,8 @@ def _rows(item: Conversation) -> int:
 
 def _run_target(model: Any, items: Sequence[Conversation], taps: Sequence[int]) -> list[torch.Tensor]:
     lengths = [_rows(item) for item in items]
-    ids = torch.zeros(len(items), -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP, dtype=torch.int64)
-    for row, item in zip(ids, items, strict=True):
+    ids = torch.zeros(FEATURE_BATCH, -(-max(lengths) // LENGTH_STEP) * LENGTH_STEP, dtype=torch.int64)
+    for row, item in zip(ids, items, strict=False):  # always as many rows, for the sake of LENGTH_STEP
         row[: _rows(item)] = torch.from_numpy(np.concatenate([item.prompt, item.answer[:-1]]))
     seen: list[torch.Tensor] = []
 
@@ -164,20 +170,29 @@ def _run_target(model: Any, items: Sequence[Conversation], taps: Sequence[int]) 
         hook.remove()
     # What is beyond float16 is a sink token's channel or two: cut off, they still say that they are huge.
     found = found.float().clamp(-LARGEST_FP16, LARGEST_FP16).half().cpu()
-    return [row[:length] for row, length in zip(found, lengths, strict=True)]
+    return [row[:length] for row, length in zip(found, lengths, strict=False)]
 
 
-def _check_features(file: Path, made_of: Mapping[str, str]) -> None:
-    from safetensors import safe_open
+def _made_of(source: Source, taps: Sequence[int]) -> dict[str, str]:
+    return {"target": source.fingerprint, "taps": " ".join(map(str, taps))}
 
-    with safe_open(file, "pt") as opened:
-        found = opened.metadata() or {}
-    for key, value in made_of.items():
+
+def _check_features(file: Path, source: Source, taps: Sequence[int]) -> None:
+    try:
+        with safe_open(file, "pt") as opened:
+            found = opened.metadata() or {}
+    except Exception as error:
+        raise _no_features(file, error) from error
+    for key, value in _made_of(source, taps).items():
         if found.get(key) != value:
             raise CheckpointError(
                 f"{file}: features with {key} '{found.get(key)}', this run wants '{value}'; delete the folder or give "
                 "another --work."
             )
+
+
+def _no_features(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: no features ({error}); delete it and make them again.")
 
 
 # ---- data ----
@@ -193,8 +208,8 @@ class Batch:
     Args:
         ids: int64 [B,T+unroll-1], the token behind each row's own position, and those that later passes need.
         features: float32 [B,T,F].
-        rows: int64 [N]: for every answer token the flat row (of B*T) whose first pass guesses it; pass s guesses it one
-            row earlier for each s.
+        rows: int64 [unroll,N]: for every pass and answer token the flat row (of B*T) that guesses it: one row earlier
+            for each pass. -1 where a short prompt has none.
         answers: int64 [N], those tokens.
         labels: float16 [N,F]: the target's post-norm hidden states that chose them.
     """
@@ -216,12 +231,13 @@ def make_batch(items: Sequence[Item], unroll: int) -> Batch:
         text = np.concatenate([item.prompt, item.answer])
         ids[row, : len(text) - 1] = torch.from_numpy(text[1:])
         features[row, : len(own)] = own
-        # Row i reads token i + 1 and guesses token i + 2; in a short prompt a later pass has no row to start from.
-        rows.append(row * length + (len(item.prompt) + np.arange(len(item.answer)) - 2).clip(min=unroll - 1))
+        # Row i reads token i + 1 and guesses token i + 2, s tokens later in pass s.
+        guesses = len(item.prompt) + np.arange(len(item.answer)) - 2 - np.arange(unroll)[:, None]
+        rows.append(np.where(guesses >= 0, row * length + guesses, -1))
     return Batch(
         ids,
         features,
-        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(rows, 1)),
         torch.from_numpy(np.concatenate([item.answer for item, _ in items])).long(),
         torch.from_numpy(np.concatenate([item.features for item, _ in items])),
     )
@@ -237,7 +253,7 @@ def read_side(path: Path, features: Path, held_out: bool) -> list[Item]:
     try:
         stored = load_file(file)["features"]
     except Exception as error:
-        raise CheckpointError(f"{file}: no features ({error}); delete it and make them again.") from error
+        raise _no_features(file, error) from error
     ends = np.cumsum([_rows(item) for item in items])
     if ends[-1] != len(stored):
         raise CheckpointError(f"{file}: {len(stored)} rows, but {path} has {ends[-1]}; delete it and make them again.")
@@ -313,11 +329,13 @@ def unrolled(model: EagleModel, ids: torch.Tensor, features: torch.Tensor, passe
     length = features.shape[1]
     states = []
     with foreign_attention(model, PassAttention()):
-        words, (cos, sin) = model.read(ids, torch.arange(ids.shape[1], device=ids.device)[None])
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        words, (cos, sin) = model.read(ids, positions, attention_mask=None)
         state = features
         for start in range(passes):
             window = slice(start, start + length)
-            state = model.advance(words[:, window], state, (cos[:, window], sin[:, window]))
+            rotary = cos[:, window], sin[:, window]
+            state = model.advance(words[:, window], state, rotary, attention_mask=None)
             states.append(model.norm(state))
             state = states[-1] if model.form.norm_output else state
     return states
@@ -342,6 +360,11 @@ def check_settings(
         )
     if settings.unroll < 1:
         raise CheckpointError(f"unroll: {settings.unroll} passes asked for; use 1 or more.")
+    if settings.epochs < 1:
+        raise CheckpointError(f"epochs: {settings.epochs} asked for; use 1 or more.")
+    for name, value in (("feature_loss", settings.feature_loss), ("noise", settings.noise)):
+        if not 0 <= value < float("inf"):
+            raise CheckpointError(f"{name}: {value} asked for; use 0 (none) or more.")
     if list(taps) != sorted(set(taps)) or (taps and not 0 <= taps[0] <= taps[-1] <= count):
         raise CheckpointError(
             f"taps: {list(taps)}; expected different layers, ascending, out of the target's 0 .. {count}."
@@ -353,10 +376,16 @@ def check_settings(
             f"{init.path}: only a version 1 head can stand on a draft model, and only on one that was cut out of its "
             "target (`train draft`)."
         )
+    if not isinstance(init, EagleHead):
+        _check_layer(decoder_layers(source.model)[0])
     if isinstance(init, EagleHead) and (init.version != settings.version or init.form.taps != tuple(taps)):
         raise CheckpointError(
             f"{init.path}: a version {init.version} head on layers {list(init.form.taps)} cannot start a version "
             f"{settings.version} head on {list(taps)}; give the same."
+        )
+    if isinstance(init, EagleHead) and settings.feature_loss and "lm_head" not in init.shares:
+        raise CheckpointError(
+            f"{init.path}: its lm_head is its own and reads no feature of the target; set feature_loss to 0."
         )
 
 
@@ -390,7 +419,7 @@ def new_head(
     )
     # A wide first layer has to carry the whole token through its values, so version 3 shares none between heads.
     heads = config.num_attention_heads
-    kv_heads = heads if settings.version == 3 else config.num_key_value_heads
+    kv_heads = heads if settings.version == 3 else getattr(config, "num_key_value_heads", None) or heads
     own = LlamaConfig(
         vocab_size=len(source.model.get_input_embeddings().weight),
         hidden_size=config.hidden_size,
@@ -424,30 +453,35 @@ def new_head(
             # The identity makes `fc` large and its steps with it small where features enter: let those be larger.
             model.feature_norm.weight.fill_(FEATURE_GAIN)  # type: ignore[operator]
             model.norm.weight.copy_(final_norm(trunk.model).weight)  # type: ignore[arg-type]
-    for shared in (model.embed_tokens, model.lm_head):
-        shared.weight.requires_grad_(False)
     return model
+
+
+_MATRICES = (*(f"mlp.{name}_proj" for name in ("gate", "up", "down")), *(f"self_attn.{name}_proj" for name in "qkvo"))
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _check_layer(like: torch.nn.Module) -> None:
+    missing = {*_MATRICES, *_NORMS} - {name for name, _ in like.named_modules()}
+    if missing:
+        raise CheckpointError(
+            f"head: the target's layers are not like a Llama's (no '{min(missing)}'); it cannot start as them."
+        )
 
 
 def _copy_layer(layer: Any, like: Any) -> None:
     """Give a head's layer the weights of a Llama layer; a wide one reads the embedding as that layer would, and at
     first little of the feature. Key and value heads are repeated where the head shares none."""
-    try:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, name).weight.copy_(getattr(like.mlp, name).weight)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            getattr(layer, name).weight.copy_(getattr(like, name).weight)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            ours, theirs = getattr(layer.self_attn, name).weight, getattr(like.self_attn, name).weight
-            size = layer.self_attn.head_dim
-            theirs = theirs.unflatten(0, (-1, size)) if name != "o_proj" else theirs[None]
-            theirs = theirs.repeat_interleave(ours.shape[0] // (theirs.shape[0] * theirs.shape[1]), 0).flatten(0, 1)
-            ours[:, : theirs.shape[1]] = theirs
-            ours[:, theirs.shape[1] :] *= 0.1 * relative_size(theirs) / relative_size(ours)
-    except (AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"head: the target's layers are not like a Llama's ({error}); it cannot start as them."
-        ) from error
+    for name in _NORMS:
+        getattr(layer, name).weight.copy_(getattr(like, name).weight)
+    for name in _MATRICES:
+        ours, theirs = layer.get_submodule(name).weight, like.get_submodule(name).weight
+        if name.startswith("mlp.") or name.endswith(".o_proj"):
+            ours.copy_(theirs)
+            continue
+        theirs = theirs.unflatten(0, (-1, layer.self_attn.head_dim))
+        theirs = theirs.repeat_interleave(ours.shape[0] // theirs.shape[:2].numel(), 0).flatten(0, 1)
+        ours[:, : theirs.shape[1]] = theirs
+        ours[:, theirs.shape[1] :] *= 0.1 * relative_size(theirs) / relative_size(ours)
 
 
 # ---- training ----
@@ -494,6 +528,11 @@ def train_eagle(
     if init is not None and chosen is None:
         chosen = torch.arange(vocab_size)
     data = survey(paths, vocab_size, settings.draft_vocabulary, chosen)
+    width = source.lm_head.weight.shape[1]  # type: ignore[union-attr]
+    if len(data.scale) != width:
+        raise CheckpointError(f"{shards}: features have width {len(data.scale)}, the lm_head has {width}.")
+    for path in paths:
+        _check_features(features / path.name, source, taps)
     items = sum(len(read_side(path, features, held_out=False)) for path in paths)
     epoch_steps = items // settings.batch
     if not epoch_steps:
@@ -508,7 +547,8 @@ def train_eagle(
         "shards": {path.name: path.stat().st_size for path in paths},
     }
     if isinstance(init, EagleHead):
-        model = init.model
+        check_settings(settings, source, taps, init)
+        model = copy.deepcopy(init.model)
     else:
         model = new_head(source, data, settings, taps, init)
     training = Unrolling(model, source, data, settings, device)
@@ -532,13 +572,14 @@ def train_eagle(
                 saved = time.monotonic()
         training.save(file, made_of)
 
-    model = model.cpu().eval()
+    model = model.cpu().eval().requires_grad_(False)
     token_ids = None if len(data.token_ids) == vocab_size else data.token_ids
-    head = make_head(source.path, model, source, token_ids)
+    shares = init.shares if isinstance(init, EagleHead) else SHAREABLE
+    head = make_head(source.path, model, source, token_ids, shares)
     losses = np.array(training.losses).reshape(settings.epochs, epoch_steps, settings.unroll).mean(1)
     return head, {
         "settings": asdict(settings),
-        "form": asdict(model.form),
+        "form": {**asdict(model.form), "taps": list(taps)},
         "training_tokens": data.training,
         "held_out_tokens": data.held_out,
         "coverage": data.coverage,
@@ -549,7 +590,7 @@ def train_eagle(
 
 
 class Unrolling:
-    """Head, optimiser and progress: what a checkpoint holds."""
+    """Head, optimiser and progress: what a checkpoint holds. Embedding and lm_head stay as they are."""
 
     def __init__(self, model: EagleModel, source: Source, data: DataSummary, settings: Settings, device: str) -> None:
         self.model, self.settings, self.device = model.to(device), settings, torch.device(device)
@@ -558,9 +599,12 @@ class Unrolling:
         self.known = torch.zeros(len(source.lm_head.weight), dtype=torch.bool)  # type: ignore[arg-type]
         self.known[data.token_ids] = True
         self.scale = data.scale.to(device)
-        self.target_rows = source.lm_head.weight.detach()[data.token_ids].to(device, self.dtype)  # type: ignore[index]
-        bias = getattr(source.lm_head, "bias", None)
-        self.target_bias = None if bias is None else bias.detach()[data.token_ids].to(device)
+        self.target = cut_model(source, [0]).model  # its end is wanted: lm_head, soft-caps, scales
+        cut_lm_head(self.target, data.token_ids)
+        self.target.to(device)
+        model.requires_grad_(True)
+        for shared in (model.embed_tokens, model.lm_head):
+            shared.requires_grad_(False)
         self.trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         groups = [{"params": [weight], "size": relative_size(weight)} for weight in self.trained.values()]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
@@ -572,12 +616,12 @@ class Unrolling:
 
     def whiten(self, items: Sequence[Item]) -> None:
         """Set the norms that meet the target's streams so that every channel comes out at about unit size."""
-        fusion, streams = getattr(self.model, "fusion", None), len(self.model.form.taps)
-        rows = torch.cat([own for _, own in items]).float().to(self.device)
-        if fusion is None or self.model.form.fusion_norm != "each":
+        if self.model.form.fusion_norm != "each":
             return
+        rows = torch.cat([own for _, own in items]).float().to(self.device)
+        streams = rows.chunk(len(self.model.form.taps), -1)
         with torch.no_grad():
-            for norm, stream in zip(fusion.fc_norm, rows.chunk(streams, -1), strict=True):
+            for norm, stream in zip(self.model.fusion.fc_norm, streams, strict=True):
                 unit = stream * stream.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
                 # The median row: a sink token's would hide all others.
                 norm.weight.copy_(1 / unit.abs().median(0).values.clamp_min(0.02))
@@ -611,37 +655,54 @@ class Unrolling:
     def states(self, batch: Batch) -> torch.Tensor:
         """[unroll,N,H]: what the lm_head reads where the answer tokens are guessed, in each pass."""
         features = batch.features.to(self.device)
+        streams = features.chunk(max(len(self.model.form.taps), 1), -1)
         if self.settings.noise:
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
-            noise = torch.rand(features.shape, generator=generator).to(self.device) * 2 - 1
-            features = features + noise * self.settings.noise * features.square().mean(-1, keepdim=True).sqrt()
-        streams = features.chunk(max(len(self.model.form.taps), 1), -1)
+            noise = (torch.rand(features.shape, generator=generator) * 2 - 1).to(self.device) * self.settings.noise
+            streams = tuple(
+                stream + part * stream.square().mean(-1, keepdim=True).sqrt()
+                for stream, part in zip(streams, noise.chunk(len(streams), -1), strict=True)
+            )
         passes = unrolled(self.model, batch.ids.to(self.device), self.model.features(streams), self.settings.unroll)
         rows = batch.rows.to(self.device)
-        return torch.stack([states.flatten(0, 1)[rows - place] for place, states in enumerate(passes)])
+        # Where there is no row (-1) the last one stands: it counts nowhere.
+        return torch.stack([states.flatten(0, 1)[own] for own, states in zip(rows, passes, strict=True)])
 
     def compare(self, states: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean divergence from the target in each pass [unroll], and the gradient of their weighted sum by `states`.
 
-        The logits are the largest tensors of the training: a chunk of answer tokens at a time, the target's once for
-        all passes; the gradient of a softmax is written out, because passes over logits are what time is spent on.
+        The logits are the largest tensors of the training: a chunk of answer tokens at a time (zeros fill the last, see
+        LENGTH_STEP), the target's once for all passes; the gradient of a softmax is written out, because passes over
+        logits are what time is spent on.
         """
-        counted = self.known[batch.answers]
-        share = (counted / counted.sum().clamp_min(1)).to(self.device)
-        decay = self.settings.decay ** torch.arange(len(states), device=self.device, dtype=torch.float32)
+        passes, count = states.shape[:2]
+        counted = self.known[batch.answers] & (batch.rows >= 0)
+        missing = -count % CHUNK
+        share = pad(counted / counted.sum(1, keepdim=True).clamp_min(1), (0, missing)).to(self.device)
+        labels = pad(batch.labels, (0, 0, 0, missing)).to(self.device).float()
+        decay = self.settings.decay ** torch.arange(passes, device=self.device, dtype=torch.float32)
         rows = self.model.lm_head.weight.to(self.dtype)
-        gradient, losses = torch.zeros_like(states), torch.zeros(len(states), device=self.device)
-        for start in range(0, states.shape[1], CHUNK):
-            part = slice(start, start + CHUNK)
-            theirs = (batch.labels[part].to(self.device, self.dtype) @ self.target_rows.mT).float()
-            theirs = (theirs if self.target_bias is None else theirs + self.target_bias).log_softmax(-1)
+        gradients, losses = [], torch.zeros(passes, device=self.device)
+        for part, weights, given in zip(
+            pad(states, (0, 0, 0, missing)).to(self.dtype).split(CHUNK, 1),
+            share.split(CHUNK, 1),
+            labels.split(CHUNK),
+            strict=True,
+        ):
+            with torch.no_grad(), self.autocast():
+                theirs = logits_of(self.target, given).log_softmax(-1)
             wanted = theirs.exp()
-            ours = (states[:, part].to(self.dtype).flatten(0, 1) @ rows.mT).float().log_softmax(-1)
-            ours = ours.unflatten(0, (len(states), -1))
-            losses += ((wanted * (theirs - ours)).sum(-1) * share[part]).sum(-1)
-            change = ours.exp_().sub_(wanted).mul_((share[part] * decay[:, None])[..., None])
-            gradient[:, part] = (change.to(self.dtype).flatten(0, 1) @ rows).float().unflatten(0, (len(states), -1))
-        return losses, gradient
+            ours = (part.flatten(0, 1) @ rows.mT).float().log_softmax(-1).unflatten(0, (passes, -1))
+            losses += ((wanted * (theirs - ours)).sum(-1) * weights).sum(-1)
+            change = ours.exp_().sub_(wanted).mul_((weights * decay[:, None])[..., None])
+            gradients.append((change.to(self.dtype).flatten(0, 1) @ rows).float().unflatten(0, (passes, -1)))
+        return losses, torch.cat(gradients, 1)[:, :count]
+
+    def feature_distance(self, states: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """SmoothL1 between `states` [unroll,N,H] and the target's, channels scaled to unit size; the mean over all."""
+        wanted = (batch.labels.to(self.device).float() / self.scale).expand_as(states)
+        there = (batch.rows >= 0).to(self.device)
+        return smooth_l1_loss((states / self.scale)[there], wanted[there])
 
     def update(self, batch: Batch, rate: float) -> list[float]:
         """One step, in which each tensor moves by about `rate` of its size.
@@ -654,11 +715,13 @@ class Unrolling:
         self.optimizer.zero_grad()
         with self.autocast():
             states = self.states(batch)
-        losses, gradient = self.compare(states.detach().float(), batch)
-        states.backward(gradient.to(states.dtype), retain_graph=bool(self.settings.feature_loss))
+        leaf = states.detach().float().requires_grad_(bool(self.settings.feature_loss))
+        losses, gradient = self.compare(leaf.detach(), batch)
         if self.settings.feature_loss:
-            wanted = (batch.labels.to(self.device).float() / self.scale).expand_as(states)
-            (smooth_l1_loss(states.float() / self.scale, wanted) * self.settings.feature_loss).backward()
+            (self.feature_distance(leaf, batch) * self.settings.feature_loss).backward()
+            assert leaf.grad is not None
+            gradient = gradient + leaf.grad
+        states.backward(gradient.to(states.dtype))
         torch.nn.utils.clip_grad_norm_(self.trained.values(), GRADIENT_CLIP)
         self.optimizer.step()
         self.losses.append(losses.tolist())
@@ -691,11 +754,12 @@ def measure(
     head: EagleHead, shards: Path, features: Path, *, depth: int = MEASURED_DEPTH, batch: int = 16
 ) -> npt.NDArray[np.int64]:
     """int64 [depth,N]: rank of the true token among the head's guesses, for every held-out answer token (but the first
-    of an answer, which is never drafted), guessed from `depth` levels above it and less; -1 outside the draft
-    vocabulary or where the answer does not reach so far back. In float32, as the runtime has it."""
+    of an answer, which is never drafted), guessed right behind the target's features and up to `depth` - 1 levels below
+    them. MISSED outside the draft vocabulary, UNKNOWN where that would have to start in the prompt. In float32, as the
+    runtime has it."""
     model, vocabulary = head.model, head.token_ids
     ids = torch.arange(len(model.lm_head.weight)) if vocabulary is None else vocabulary
-    found = []
+    found = [np.zeros((depth, 0), np.int64)]
     for path in shard_paths(shards):
         items = sorted(read_side(path, features, held_out=True), key=lambda pair: len(pair[1]))
         for start in range(0, len(items), batch):
@@ -707,14 +771,23 @@ def measure(
             with torch.no_grad():
                 streams = data.features.chunk(max(len(model.form.taps), 1), -1)
                 passes = unrolled(model, data.ids, model.features(streams), depth)
-                ranks = []
-                for level, states in enumerate(passes):
-                    logits = model.lm_head(states.flatten(0, 1)[data.rows - level])
-                    own = logits.gather(1, columns[:, None])
-                    rank = (logits > own).sum(-1)
-                    ranks.append(rank.masked_fill(~known | (places < level + 1), -1))
+                ranks = [
+                    _ranks(model.lm_head, states.flatten(0, 1)[rows], columns)
+                    .masked_fill(~known, MISSED)
+                    .masked_fill(places <= level, UNKNOWN)
+                    for level, (rows, states) in enumerate(zip(data.rows, passes, strict=True))
+                ]
             found.append(torch.stack(ranks)[:, places > 0].numpy())
     return np.concatenate(found, 1)
+
+
+def _ranks(lm_head: torch.nn.Module, states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: how many logits are larger than that of `columns` [N], for what the lm_head reads [N,H]."""
+    ranks = []
+    for part, own in zip(states.split(CHUNK), columns.split(CHUNK), strict=True):
+        logits = lm_head(part)
+        ranks.append((logits > logits.gather(1, own[:, None])).sum(-1))
+    return torch.cat(ranks)
 
 
 def figures(ranks: npt.NDArray[np.int64]) -> dict[str, Any]:
@@ -724,12 +797,11 @@ def figures(ranks: npt.NDArray[np.int64]) -> dict[str, Any]:
         `agreement`, `top3`, `top10`: how often the true token is among the first so many guesses right behind the
         target's own features; `by_depth`: the first guess, that many levels below them.
     """
-    places = ranks.shape[1]
-    first = [ranks[level, level:] for level in range(len(ranks))]
+    first = ranks[0]
     return {
-        "positions": places,
-        "agreement": float((first[0] == 0).mean()),
-        "top3": float(((first[0] >= 0) & (first[0] < 3)).mean()),
-        "top10": float(((first[0] >= 0) & (first[0] < 10)).mean()),
-        "by_depth": [float((row == 0).sum() / max((row >= 0).sum(), 1)) for row in first],
+        "positions": len(first),
+        "agreement": float((first == 0).mean()),
+        "top3": float((first < 3).mean()),
+        "top10": float((first < 10).mean()),
+        "by_depth": [float((row == 0).sum() / max((row != UNKNOWN).sum(), 1)) for row in ranks],
     }
