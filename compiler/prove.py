@@ -306,8 +306,8 @@ def _prove_eagle(
 
     paths = [tree.ancestry(node) for node in range(len(tree))]
     wanted = [eager_draft(head, features, [*prompt[1:], *tokens[path].tolist()]) for path in paths]
-    # Row i of a head reads feature i and token i + 1; the root is the token behind the prompt. Nodes are given the eager
-    # states of their parents: what rounding adds in one level must not count again in all below.
+    # Row i of a head reads feature i and token i + 1; the root is the token behind the prompt. Nodes are given the
+    # eager states of their parents: what rounding adds in one level must not count again in all below.
     cache = graph.open(count + len(tree))
     ids = np.array([*prompt[1:], tokens[0]])
     first = cache.run(ids, chain.depths, chain.mask, np.array([count - 1]), features=features)

@@ -20,6 +20,7 @@ Choose = Callable[[Iterable[str]], list[str]]
 SCALE = ".scale"
 DTYPES = ("fp16", "int8")
 INT8_MAX = 127
+LARGEST_ROUNDING = 0.03  # of a matrix, as a share of its norm; rows of normal weights lose 0.01
 
 
 # ---- files ----
@@ -148,7 +149,9 @@ def pack(what: str, tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str
 
     Args:
         dtype: "fp16", or "int8": matrices as int8, each row with a scale of its largest value / 127 in `NAME.scale`
-            (float32 [..., 1]), so that a weight moves by half a scale at most; vectors stay fp16.
+            (float32 [..., 1]), so that a weight moves by half a scale at most. Vectors stay fp16, and so do matrices
+            whose rows are a few large values among small ones, which such a scale would wipe out (an EAGLE head's `fc`
+            that starts as an identity).
 
     Raises:
         CheckpointError: when the dtype is unknown, or a weight too large for it.
@@ -159,9 +162,11 @@ def pack(what: str, tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str
         value = tensor.detach().float().cpu()
         if dtype == "int8" and value.dim() > 1:
             scale = (value.abs().amax(-1, keepdim=True) / INT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-            packed[name] = (value / scale).round().to(torch.int8).contiguous()
-            packed[name + SCALE] = scale.contiguous()
-            continue
+            steps = (value / scale).round()
+            if (steps * scale - value).norm() <= LARGEST_ROUNDING * value.norm():
+                packed[name] = steps.to(torch.int8).contiguous()
+                packed[name + SCALE] = scale.contiguous()
+                continue
         packed[name] = value.half().contiguous()
         if not torch.isfinite(packed[name]).all():
             raise CheckpointError(

@@ -40,9 +40,19 @@ def test_numbers_of_an_int8_checkpoint_are_kept_exactly() -> None:
 def test_other_weights_are_rounded_to_the_nearest() -> None:
     weights = normal(INNER, OUTER)
     integers, scales = stored(weights)
-    worst = np.abs(integers * scales[:, :1] - weights.T).max(1)
-    assert (worst <= scales[:, 0] * 0.501).all()
-    assert (np.abs(integers).max(1) == 127).all()
+    each = np.repeat(scales, BLOCK, 1)[:, :INNER]
+    assert (np.abs(integers * each - weights.T) <= each * 0.501).all()
+    blocks = np.pad(np.abs(integers), ((0, 0), (0, scales.shape[1] * BLOCK - INNER))).reshape(OUTER, -1, BLOCK)
+    assert (blocks.max(-1) == 127).all()
+
+
+def test_a_few_large_weights_cost_only_their_own_block() -> None:
+    weights = normal(INNER, OUTER) * np.float32(0.001)
+    weights[3] = 1.0  # one input of every channel
+    integers, scales = stored(weights)
+    elsewhere = integers[:, BLOCK:] * np.repeat(scales[:, 1:], BLOCK, 1)[:, : INNER - BLOCK]
+    wrong = np.linalg.norm(elsewhere - weights.T[:, BLOCK:]) / np.linalg.norm(weights[BLOCK:])
+    assert wrong < 0.01  # with one scale per channel nothing would be left of them
 
 
 def test_products_are_near_and_each_row_is_its_own() -> None:
