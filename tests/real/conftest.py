@@ -10,7 +10,7 @@ from speccompile.compiler.build import build
 from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.graphs.manifest import Manifest
 from speccompile.runtime import Decoder, load
-from speccompile.tools.zoo.fetch import draft, fetch, heads
+from speccompile.tools.zoo.fetch import draft, eagle, fetch, heads
 
 NAME = "smollm2-135m-instruct"
 
@@ -49,4 +49,12 @@ def smollm2_draft_decoder(smollm2: Path, tmp_path_factory: pytest.TempPathFactor
     """A bundle with the draft model of the zoo."""
     out = tmp_path_factory.mktemp("real") / "smollm2-draft.bundle"
     build(smollm2, out, method="draft", draft=draft(NAME))
+    return load(out)
+
+
+@pytest.fixture(scope="session")
+def smollm2_eagle_decoder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A bundle with the EAGLE head of the zoo."""
+    out = tmp_path_factory.mktemp("real") / "smollm2-eagle.bundle"
+    build(smollm2, out, method="eagle", head=eagle(NAME))
     return load(out)
