@@ -48,7 +48,7 @@ DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
 DRAFT_PRECISIONS = ("int8", "fp32")
 DRAFT_TREE = AdaptiveChain(8, 0.4)
-EAGLE_TREE = DynamicTree(8, 0.06, depth=6)
+EAGLE_TREE = DynamicTree(10, 0.1, depth=5)  # SmolLM2-135M in fp32 on two CPU cores
 TOKEN_MAP_FILE = "draft_tokens.npy"
 PROOF_CAPACITY = 1024  # tokens a sequence may hold while the bundle is proved
 VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
@@ -84,7 +84,7 @@ def build(
         norms: what the head's config leaves open of its norms.
         lookahead: W, N and G of method lookahead.
         lookup: how method prompt-lookup looks up; with another method that drafts, its guesses join those.
-        tree: draft tree; default: what comes with heads or draft model, else a small one that fits them.
+        tree: draft tree; default: what comes with heads, draft model or head, else a small one that fits them.
         draft_precision: of the weights that draft, "fp32" or "int8"; what is emitted never depends on it.
         max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
         report: called with what is being done.
@@ -397,8 +397,12 @@ def _check_parts(
         raise SpecCompileError("--head: method eagle needs a head; give its folder.")
     if method == "prompt-lookup" and tree is not None and not isinstance(tree, DynamicTree):
         raise SpecCompileError("--tree: prompt lookup grows its trees; give dynamic-N or dynamic-N-FLOOR.")
+    if method == "prompt-lookup" and isinstance(tree, DynamicTree) and (tree.depth or tree.top_k):
+        raise SpecCompileError("--tree: prompt lookup copies at any depth; give dynamic-N or dynamic-N-FLOOR alone.")
     if method == "medusa" and isinstance(tree, AdaptiveChain):
-        raise SpecCompileError("--tree: heads draft a whole tree at once; adaptive-N is for draft models.")
+        raise SpecCompileError(
+            "--tree: Medusa heads draft a whole tree at once; adaptive-N is for draft models and EAGLE."
+        )
 
 
 def _read_draft(source: Source, path: Path, report: Report) -> DraftModel:
@@ -423,7 +427,7 @@ def _read_eagle(source: Source, path: Path, norms: Mapping[str, bool], report: R
 def _default_tree(
     method: str, path: Path | None, heads: MedusaHeads | None, lookahead: LookaheadSettings | None
 ) -> DraftTree:
-    """The tree that comes with heads or draft model (tree.json beside them), else one that suits the method."""
+    """The tree that comes with heads, draft model or head (tree.json beside them), else one that suits the method."""
     if path is not None and (path / "tree.json").is_file():
         return load_tree(path / "tree.json")
     if heads is not None:  # a chain of all heads, with two siblings

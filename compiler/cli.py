@@ -104,7 +104,7 @@ def commands() -> None:
 @click.option(
     "--tree",
     help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N[-FLOOR][-dDEPTH][-kTOPK], for what drafts token by "
-    "token adaptive-N[-CONFIDENCE]) or a JSON file. Default: the one that comes with heads or draft model.",
+    "token adaptive-N[-CONFIDENCE]) or a JSON file. Default: the one that comes with what drafts.",
 )
 @click.option("--nodes", type=int, help="A dynamic tree (EAGLE-2) of at most this many nodes, the root included.")
 @click.option("--depth", type=int, help="With --nodes: depth of its deepest node. Default: 6.")

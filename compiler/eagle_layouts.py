@@ -57,6 +57,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # Layers of these types are Llama's, or Qwen3's where there are query norms. EAGLE's "mixtral" has a dense MLP.
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 
+TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 _OUTPUT_IDS = ("SpecForge", "ModelOpt")  # layouts whose layer ids name outputs
 _SPECULATORS = {"eagle": "speculators-eagle1", "eagle3": "speculators"}
 _MODELOPT_SWITCHES = ("use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm")
@@ -337,7 +338,11 @@ class Reader:
     def _target_width(self, width: int) -> int:
         said = self.config.get("target_hidden_size")
         if self.target is None:
-            return said if isinstance(said, int) and self.version == 3 else width
+            if isinstance(said, int) and self.version == 3:
+                return said
+            given = self.about.get("taps") or self.eagle_config.get(TAP_KEY) or self.config.get(TAP_KEY) or (0, 0, 0)
+            columns = int(self._tensor("fusion.fc.weight").shape[-1]) if self.version == 3 else width
+            return columns // len(given) if self.version == 3 and isinstance(given, list | tuple) else width
         actual = int(self.target.model.config.get_text_config().hidden_size)
         wanted, what = (width, "hidden_size") if self.version == 1 else (said, "target_hidden_size")
         if wanted is not None and wanted != actual:
@@ -422,7 +427,7 @@ class Reader:
         form = self._part(self.about, "form")
         chosen = {}
         for name in OPEN_NORMS:
-            said = self._claim({**self.config, **form}, name)
+            said = self._claim({**self.config, **self.eagle_config, **form}, name)
             named = self.norms.get(name)
             if named is None and said is None and name in why_open:
                 sentence = (
@@ -450,7 +455,7 @@ class Reader:
 
     def _taps(self, target_width: int) -> tuple[int, ...]:
         """The target layers whose incoming stream is read."""
-        key = "eagle_aux_hidden_state_layer_ids"
+        key = TAP_KEY
         shift = int(self.layout in _OUTPUT_IDS)
         given, where = self.eagle_config.get(key) or self.config.get(key), key
         if self.about.get("taps"):

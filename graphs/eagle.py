@@ -12,7 +12,7 @@ Ours, for targets of a hundred million parameters, where one layer knows too lit
 alone in its first layers (the trunk, which can start as a trained draft model) and let the features join behind them,
 and the features may be fused from several streams, as in version 3.
 
-Layouts, and the file each rule comes from: notes in `compiler.eagle_head`. The network is SafeAILab/EAGLE's
+Layouts, and the file each rule comes from: notes in `compiler.eagle_layouts`. The network is SafeAILab/EAGLE's
 `eagle/model/cnets1.py` and `cnets.py`, with the norms that HASS, vllm-project/speculators and NVIDIA ModelOpt add.
 """
 

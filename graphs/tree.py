@@ -252,8 +252,9 @@ class DynamicTree:
         nodes: largest size of a round's tree, the root included.
         floor: paths less probable than this are not worth a row of the target call. A row costs a share of a plain
             step, so a guess pays for itself when its probability is about that share or more.
-        depth: no node is deeper; None sets no limit.
-        top_k: most children of a node, and most nodes of a level that get any; None sets no limit.
+        depth: no node that a model drafts is deeper (copies of prompt lookup, which cost nothing, may be); None sets no
+            limit.
+        top_k: most children of a node, and most nodes of a level that get any; None: as many as the graph names.
     """
 
     nodes: int

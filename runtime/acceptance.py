@@ -5,7 +5,7 @@ if a child holds it, go there; if none does, it is the bonus. Greedy asks for th
 emits exactly what plain decoding emits from the same stream of uniform numbers: the draft decides how many target
 calls are needed, never which tokens come out.
 
-Where guesses were drawn from a draft model's q, `accept_drawn` keeps more of them, by comparing p with q. The tokens
+Where guesses were drawn from a drafter's q, `accept_drawn` keeps more of them, by comparing p with q. The tokens
 still have the target's distribution, but they are not those of plain decoding with the same seed.
 """
 

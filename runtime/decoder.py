@@ -156,7 +156,7 @@ class Decoder:
             )
         if self.draft is not None:
             width = None if manifest.eagle is None else self.target.width
-            if {self.draft.features, self.draft.width} != {width}:
+            if {self.draft.features, self.draft.width} != {width} or (width is None) != (manifest.eagle is None):
                 raise BundleError(
                     f"{bundle.path}: {name}.onnx takes features {self.draft.features} wide and gives states "
                     f"{self.draft.width} wide, but should take and give {width}, as the target's are; rebuild the "

@@ -25,7 +25,8 @@ class Stats:
         emitted: new tokens of the answer, the first one (from the prefill) included.
         lossless: False when an acceptance rule was asked for that changes the distribution.
         prompt_tokens, reused_tokens: length of the prompt, and how many of it were already in the cache.
-        draft_calls, draft_step_seconds: of a draft model: its calls, and the median time of one for a single token.
+        draft_calls, draft_step_seconds: of a draft model or EAGLE head: its calls, and the median time of one for a
+            single token.
         seconds: by stage. prefill, draft and verify are time inside the backend; accept and commit are numpy;
             host is everything else that the loop does.
     """

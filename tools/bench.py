@@ -99,7 +99,9 @@ def main(
         decoders = [load(bundle, threads) for bundle in bundles]
         first, methods = decoders[0], [decoder.bundle.manifest.method for decoder in decoders]
         if also and all(decoder.heads is None and decoder.draft is None for decoder in decoders):
-            raise SpecCompileError(f"--also: {bundles[0]} has nothing that drafts, for prompt lookup to join; give such.")
+            raise SpecCompileError(
+                f"--also: {bundles[0]} has nothing that drafts, for prompt lookup to join; give such."
+            )
         ways = [
             (method if methods.count(method) == 1 else bundle.stem, decoder)
             for method, bundle, decoder in zip(methods, bundles, decoders, strict=True)

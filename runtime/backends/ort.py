@@ -123,8 +123,7 @@ class OrtTarget:
     cache.
 
     `vocab_size` is the width of the logits: V, or a draft model's Vd; `top_k` is K, 0 for a target; `width` is F of
-    the output `hidden` and `features` F of the input of that
-    name, None where there is none.
+    the output `hidden` and `features` F of the input of that name, None where there is none.
     """
 
     def __init__(self, path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True) -> None:

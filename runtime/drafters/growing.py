@@ -147,6 +147,11 @@ class GrowingDrafter(ABC):
                 f"tree: rank {max(tree.ranks)} needs more than the top {top_k} that this bundle's draft graph names; "
                 "rebuild it with that tree."
             )
+        if isinstance(tree, DynamicTree) and (tree.top_k or 0) > top_k < width:
+            raise BundleError(
+                f"tree: top_k {tree.top_k} is more than the top {top_k} that this bundle's draft graph names; rebuild "
+                "it with that tree."
+            )
         largest = width - 1 if vocabulary is None else int(vocabulary.max())
         if largest >= target_vocab:
             raise BundleError(

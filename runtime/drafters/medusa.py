@@ -21,12 +21,14 @@ class MedusaDrafter:
     is dynamic, the most probable one of its size by what the heads say this time.
 
     Raises:
-        BundleError: when a fixed tree is deeper or wider than what the heads give, or the tree is a draft model's.
+        BundleError: when a fixed tree is deeper or wider than what the heads give, or the tree is an adaptive chain.
     """
 
     def __init__(self, heads: OrtHeads, tree: DraftTree) -> None:
         if isinstance(tree, AdaptiveChain):
-            raise BundleError("tree: adaptive chains are for draft models; rebuild the bundle with another tree.")
+            raise BundleError(
+                "tree: adaptive chains are for what drafts token by token; rebuild the bundle with another tree."
+            )
         if isinstance(tree, TokenTree) and (tree.max_depth > heads.heads or max(tree.ranks) >= heads.top_k):
             raise BundleError(
                 f"tree: depth {tree.max_depth} and rank {max(tree.ranks)} need more than the {heads.heads} heads and "

@@ -149,10 +149,10 @@ def test_a_file_that_is_read_but_not_listed(speccompile: Cli, bundle: Path, name
 # ---- the manifest ----
 
 
-@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("schema", [1, 2, 4, "3", None])
 def test_unknown_schema(speccompile: Cli, bundle: Path, schema: object) -> None:
     edit_manifest(bundle, lambda manifest: manifest.update(schema=schema))
-    refused(speccompile, bundle, str(bundle / "manifest.json"), f"schema is {schema!r}", "reads schema 2", "rebuild")
+    refused(speccompile, bundle, str(bundle / "manifest.json"), f"schema is {schema!r}", "reads schema 3", "rebuild")
 
 
 def test_no_schema(speccompile: Cli, bundle: Path) -> None:
@@ -160,7 +160,7 @@ def test_no_schema(speccompile: Cli, bundle: Path) -> None:
     refused(speccompile, bundle, str(bundle / "manifest.json"), "schema is None")
 
 
-OPTIONAL = ["heads", "draft", "lookahead", "lookup"]  # what the method does not use is null
+OPTIONAL = ["heads", "draft", "eagle", "lookahead", "lookup"]  # what the method does not use is null
 
 
 def required_fields() -> list[str]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 
@@ -155,20 +155,17 @@ def test_a_model_whose_layers_cannot_be_told_apart() -> None:
 
 # ---- graphs of heads ----
 
-JOINED = ("0.input", "1.bias", "fc_norm.0", "fc_norm.1", "fc_norm.2", "norm", "embedding_norm", "feature_norm")
+NORMS = ("0.input", "norm", "embedding_norm", "feature_norm")
+EACH = ("fc_norm.0", "fc_norm.1", "fc_norm.2")
 HEADS: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     # name: version, norms and biases besides, what else
     "EAGLE-1": (1, ("fc.bias",), {}),
-    "EAGLE-1, norms": (1, ("embedding_norm", "feature_norm", "0.input", "norm"), {}),
-    "EAGLE-1, biases, two layers": (1, ("0.q.bias", "0.k.bias", "0.v.bias", "1.down.bias"), {"layers": 2}),
-    "EAGLE-1, fused features": (1, ("input_norm",), {"taps": (1, 8), "ids": IDS}),
-    "EAGLE-1, joined": (1, JOINED, {"layers": 3, "join": 2, "taps": (0, 3, 8), "ids": IDS}),
-    "EAGLE-3": (3, (), {}),
-    "EAGLE-3, normed residual": (3, ("input_norm",), {"normed_residual": True}),
-    "EAGLE-3.1": (3, ("fc_norm.0", "fc_norm.1", "fc_norm.2"), {"normed_residual": True, "normed_state": True}),
-    "EAGLE-3, two layers": (3, (), {"layers": 2, "ids": np.arange(VOCAB)}),
-    "EAGLE-3, query norms": (3, ("0.q_norm", "0.k_norm", "0.o.bias"), {"head_dim": 24}),
-    "EAGLE-3, one stream": (3, (), {"taps": (5,), "width": 48}),
+    "EAGLE-1, two layers": (1, (*NORMS, "0.q.bias", "0.k.bias", "0.v.bias", "1.down.bias"), {"layers": 2}),
+    "EAGLE-1, fused": (1, ("input_norm",), {"taps": (1, 8), "ids": IDS}),
+    "EAGLE-1, joined": (1, (*NORMS, *EACH, "1.q.bias"), {"layers": 3, "join": 2, "taps": (0, 3, 8), "ids": IDS}),
+    "EAGLE-3": (3, ("input_norm",), {"normed_residual": True}),
+    "EAGLE-3, two layers": (3, (), {"layers": 2, "taps": (5,), "width": 48, "ids": np.arange(VOCAB)}),
+    "EAGLE-3.1": (3, (*EACH, "0.q_norm", "0.k_norm", "0.o.bias"), {"normed_state": True, "head_dim": 24}),
 }
 
 
@@ -185,7 +182,6 @@ def reference_of(name: str, target: Source) -> tuple[ReferenceHead, tuple[int, .
     taps = options.pop("taps", TAPS if version == 3 else ())
     ids = options.pop("ids", IDS if version == 3 else np.arange(VOCAB))
     layers, head_dim, width = options.pop("layers", 1), options.pop("head_dim", 16), options.pop("width", WIDTH)
-    extra = tuple(part.replace("1.bias", "1.q.bias") for part in extra)
     weights = random_weights(
         *(np.random.default_rng(len(name)), version, width, WIDTH, 4, 2, head_dim, INNER, VOCAB, len(ids), layers),
         extra,
@@ -299,7 +295,7 @@ def test_the_reference_tells_joined_variants_apart(
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])
-@pytest.mark.parametrize("name", ["EAGLE-1, fused features", "EAGLE-1, joined"])
+@pytest.mark.parametrize("name", ["EAGLE-1, fused", "EAGLE-1, joined"])
 def test_what_is_ours_is_read_as_it_was_written(name: str, dtype: str, deep_target: Source, tmp_path: Path) -> None:
     reference, taps = reference_of(name, deep_target)
     head = read_eagle(folder_of(reference, taps, tmp_path / "in"), deep_target)
@@ -584,13 +580,13 @@ def test_a_draft_model_and_prompt_lookup(
     speccompile: Cli, untraced: None, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    options = ("--method", "draft", "--draft", tiny_checkpoint, "--also", "prompt-lookup", "--tree", "dynamic-8-0.05")
+    options = ("--method", "draft", "--draft", tiny_checkpoint, "--also", "prompt-lookup", "--tree", "dynamic-8")
     status, stdout, err = speccompile("build", tiny_checkpoint, *options, "--out", out, "--json")
     assert status == 0, err
     assert json.loads(stdout)["lookup"] == {"ngram": 3, "guesses": 3, "newest": True}
     arguments = ("run", out, "--prompt", TEXTS[2], "--max-new-tokens", 40, "--threads", 1, "--json")
     ours, plain = (json.loads(speccompile(*arguments, *more)[1]) for more in ((), ("--plain",)))
-    assert ours["token_ids"] == plain["token_ids"] and ours["stats"]["accepted"] > ours["stats"]["rounds"]
+    assert ours["token_ids"] == plain["token_ids"] and ours["stats"]["accepted"] > ours["stats"]["rounds"] / 2
 
 
 def test_a_graph_names_as_many_tokens_as_a_node_has_children() -> None:
@@ -710,13 +706,11 @@ def test_draft_tokens_that_are_others(decoder3: Decoder, source: Source, head3: 
     head = read_eagle(head3, source)
     assert head.token_ids is not None and decoder3.draft_tokens is not None
     other = copy.copy(decoder3)
-    other.draft_tokens = decoder3.draft_tokens.copy()
-    other.draft_tokens[1] = 1
+    count = len(decoder3.draft_tokens)
+    other.draft_tokens = np.sort(np.random.default_rng(0).permutation(VOCAB)[:count])
     fails("eagle_topk", "the bundle's list of draft tokens is another than in", other, source, head)
-    # The list is the head's, and the graph has another.
-    wrong = torch.from_numpy(other.draft_tokens)
-    with pytest.raises(ProofError, match=r"^proof 'eagle_topk': differs by inf.* the target's ids for them"):
-        prove(other, source, eagle=replace(head, token_ids=wrong.clamp(min=1).roll(0)))
+    wrong = replace(head, token_ids=torch.from_numpy(other.draft_tokens))  # the list is the head's, the graph's is not
+    fails("eagle_topk", "differs by inf, .* or the target's ids for them", other, source, wrong)
 
 
 def test_a_failed_proof_publishes_nothing(
@@ -924,11 +918,3 @@ def test_verify_with_another_head(
     assert status == 1 and "method medusa has no EAGLE head to compare with" in err
     status, _, err = speccompile("verify", bundle3, "--head", head3)
     assert status == 2 and "--head goes with --against" in err
-
-
-def test_a_head_of_the_library_is_a_float32_file(head1: Path, tmp_path: Path) -> None:
-    """Weights in float32 are read as they are."""
-    tensors = {key: value.float() for key, value in load_file(head1 / "model.safetensors").items()}
-    copied = shutil.copytree(head1, tmp_path / "head")
-    save_file(tensors, copied / "model.safetensors")
-    assert read_eagle(copied, None).fingerprint == read_eagle(head1, None).fingerprint

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad, scaled_dot_product_attention, smooth_l1_loss
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from speccompile.compiler.checkpoint import Source
 from speccompile.compiler.draft_model import DraftModel, cut_lm_head, cut_model
@@ -38,6 +38,7 @@ from speccompile.compiler.eagle_layouts import SHAREABLE
 from speccompile.graphs.attention import foreign_attention
 from speccompile.graphs.eagle import EagleForm, EagleModel
 from speccompile.graphs.errors import CheckpointError
+from speccompile.graphs.single_ops import probe_rms_norm
 from speccompile.graphs.target import decoder_layers, tapping
 from speccompile.tools.training import checkpoint as checkpoints
 from speccompile.tools.training.checkpoint import product_dtype
@@ -378,6 +379,9 @@ def check_settings(
         )
     if not isinstance(init, EagleHead):
         _check_layer(decoder_layers(source.model)[0])
+        rope = getattr(source.model.config.get_text_config(), "rope_parameters", None) or {}
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise CheckpointError("head: the target's layers differ in their rope settings; a head has one for all.")
     if isinstance(init, EagleHead) and (init.version != settings.version or init.form.taps != tuple(taps)):
         raise CheckpointError(
             f"{init.path}: a version {init.version} head on layers {list(init.form.taps)} cannot start a version "
@@ -417,10 +421,19 @@ def new_head(
             output_norm=True,
         )
     )
+    given = decoder_layers(source.model if trunk is None else trunk.model)
+    chosen = list(given)[:layers] if trunk is not None or settings.start == "first" else list(given)[-layers:]
+    form = replace(form, query_norm=hasattr(chosen[0].self_attn, "q_norm"))
+    biases = [
+        f"layers.{index}.{name}"
+        for index, like in enumerate(chosen)
+        for name in _MATRICES
+        if like.get_submodule(name).bias is not None
+    ]
     # A wide first layer has to carry the whole token through its values, so version 3 shares none between heads.
     heads = config.num_attention_heads
     kv_heads = heads if settings.version == 3 else getattr(config, "num_key_value_heads", None) or heads
-    own = LlamaConfig(
+    own = (Qwen3Config if form.query_norm else LlamaConfig)(
         vocab_size=len(source.model.get_input_embeddings().weight),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -435,16 +448,14 @@ def new_head(
         tie_word_embeddings=False,
     )
     torch.manual_seed(settings.seed)
-    model = EagleModel(own, form, config.hidden_size, len(data.token_ids))
+    model = EagleModel(own, form, config.hidden_size, len(data.token_ids), biases)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
         model.embed_tokens.weight.copy_(source.model.get_input_embeddings().weight)
         model.lm_head.weight.copy_(source.lm_head.weight[data.token_ids])  # type: ignore[index]
-        model.norm.weight.copy_(final_norm(source.model).weight)  # type: ignore[arg-type]
-        given = decoder_layers(source.model if trunk is None else trunk.model)
-        chosen = list(given)[:layers] if trunk is not None or settings.start == "first" else list(given)[-layers:]
+        model.norm.weight.copy_(_scale(final_norm(source.model)))  # type: ignore[operator]
         for layer, like in zip(model.layers, chosen, strict=True):
             _copy_layer(layer, like)
         if form.version == 1 and trunk is not None:
@@ -452,29 +463,42 @@ def new_head(
             model.fc.weight.copy_(torch.cat((torch.eye(width), torch.zeros(width, width)), 1))
             # The identity makes `fc` large and its steps with it small where features enter: let those be larger.
             model.feature_norm.weight.fill_(FEATURE_GAIN)  # type: ignore[operator]
-            model.norm.weight.copy_(final_norm(trunk.model).weight)  # type: ignore[arg-type]
+            model.norm.weight.copy_(_scale(final_norm(trunk.model)))  # type: ignore[operator]
     return model
 
 
 _MATRICES = (*(f"mlp.{name}_proj" for name in ("gate", "up", "down")), *(f"self_attn.{name}_proj" for name in "qkvo"))
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+_QUERY_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def _check_layer(like: torch.nn.Module) -> None:
-    missing = {*_MATRICES, *_NORMS} - {name for name, _ in like.named_modules()}
-    if missing:
-        raise CheckpointError(
-            f"head: the target's layers are not like a Llama's (no '{min(missing)}'); it cannot start as them."
-        )
+    held = {name.rpartition(".")[0] for name, _ in like.named_parameters()}
+    for what, names in (("no", {*_MATRICES, *_NORMS} - held), ("a", held - {*_MATRICES, *_NORMS, *_QUERY_NORMS})):
+        if names:
+            raise CheckpointError(
+                f"head: the target's layers are not like a Llama's ({what} '{min(names)}'); it cannot start as them."
+            )
+
+
+def _scale(norm: Any) -> torch.Tensor:
+    """What an RMS norm multiplies with; Gemma stores it less one."""
+    probed = probe_rms_norm(norm)
+    scale: torch.Tensor = norm.weight if probed is None else probed[0]
+    return scale
 
 
 def _copy_layer(layer: Any, like: Any) -> None:
     """Give a head's layer the weights of a Llama layer; a wide one reads the embedding as that layer would, and at
     first little of the feature. Key and value heads are repeated where the head shares none."""
-    for name in _NORMS:
-        getattr(layer, name).weight.copy_(getattr(like, name).weight)
+    for name in (*_NORMS, *(_QUERY_NORMS if hasattr(like.self_attn, "q_norm") else ())):
+        layer.get_submodule(name).weight.copy_(_scale(like.get_submodule(name)))
     for name in _MATRICES:
         ours, theirs = layer.get_submodule(name).weight, like.get_submodule(name).weight
+        if (bias := like.get_submodule(name).bias) is not None:
+            own = layer.get_submodule(name).bias
+            size = len(bias) if len(own) == len(bias) else layer.self_attn.head_dim
+            own.copy_(bias.unflatten(0, (-1, size)).repeat_interleave(len(own) // len(bias), 0).flatten())
         if name.startswith("mlp.") or name.endswith(".o_proj"):
             ours.copy_(theirs)
             continue
@@ -553,10 +577,11 @@ def train_eagle(
         model = new_head(source, data, settings, taps, init)
     training = Unrolling(model, source, data, settings, device)
     file = work / CHECKPOINT_FILE
-    if init is None and not file.exists():
+    if not isinstance(init, EagleHead) and not file.exists():
         first = next(shuffled_batches(paths, features, settings.batch, settings.seed, 0))
         training.whiten(first)
-        training.soften(make_batch(first, settings.unroll))
+        if init is None:  # a draft model has been softened before it was trained
+            training.soften(make_batch(first, settings.unroll))
     training.resume(file, made_of)
 
     steps, saved = epoch_steps * settings.epochs, time.monotonic()
@@ -577,8 +602,9 @@ def train_eagle(
     shares = init.shares if isinstance(init, EagleHead) else SHAREABLE
     head = make_head(source.path, model, source, token_ids, shares)
     losses = np.array(training.losses).reshape(settings.epochs, epoch_steps, settings.unroll).mean(1)
+    used = replace(settings, layers=head.layers, draft_vocabulary=head.draft_vocabulary)  # `init` may have its own
     return head, {
-        "settings": asdict(settings),
+        "settings": asdict(used),
         "form": {**asdict(model.form), "taps": list(taps)},
         "training_tokens": data.training,
         "held_out_tokens": data.held_out,

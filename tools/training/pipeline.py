@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speccompile.compiler.build import write_target
+from speccompile.compiler.build import EAGLE_TREE, write_target
 from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.compiler.draft_model import DraftModel, check_dtype, read_draft, slim_facts, write_draft
 from speccompile.compiler.eagle_head import EagleHead, read_eagle, write_eagle
@@ -20,7 +20,7 @@ from speccompile.compiler.medusa_heads import read_heads, write_heads
 from speccompile.compiler.publish import staged
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.target import TargetTail, survey
-from speccompile.graphs.tree import DraftTree, DynamicTree
+from speccompile.graphs.tree import DraftTree
 from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.tools.training.conversations import (
     OPENINGS,
@@ -51,7 +51,6 @@ USER_WORDS = "USER WORDS GO HERE"
 TREE_SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 64)  # nodes, the root included
 DATA_LENGTH = 2048  # positions of the graph that makes data
 CONVERSATIONS = "conversations"  # folder of the shards
-EAGLE_TREE = DynamicTree(8, 0.08, depth=6)
 
 Report = Callable[[str], None]
 

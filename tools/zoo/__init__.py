@@ -1,1 +1,1 @@
-"""Named real models (`fetch.py`) and the heads trained for them (one folder each, `<model>-medusa`)."""
+"""Named real models (`fetch.py`) and what was trained for them (one folder each, `<model>-medusa`, `-draft`, `-eagle`)."""
