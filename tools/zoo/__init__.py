@@ -1,1 +1,1 @@
-"""Named real models (`fetch.py`) and what was trained for them: one folder each, `<model>-medusa`, `-draft`, `-eagle`."""
+"""Real models by name (`fetch.py`), and what was trained for them: `<model>-medusa`, `-draft` and `-eagle` folders."""
