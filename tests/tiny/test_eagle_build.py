@@ -471,7 +471,7 @@ def test_manifests(decoder1: Decoder, decoder3: Decoder, head1: Path, head3: Pat
         assert manifest.proof["eagle_int8"]["difference"] > 10 * manifest.proof["eagle"]["difference"]
         tokens = manifest.proof["tokens"]
         assert tokens["ties"] == 0 and tokens["compared"] == tokens["emitted"] > 100
-    assert decoder3.tree == DynamicTree(8, 0.06, depth=6) and decoder1.tree == TREES["static"]
+    assert decoder3.tree == building.EAGLE_TREE and decoder1.tree == TREES["static"]
     info3 = decoder3.bundle.manifest.eagle
     assert info3 is not None and info3.taps == [0, 1, 3] and info3.draft_vocabulary < VOCAB
     assert decoder3.draft_tokens is not None and len(decoder3.draft_tokens) == info3.draft_vocabulary
