@@ -401,7 +401,7 @@ def _check_parts(
         raise SpecCompileError("--tree: prompt lookup copies at any depth; give dynamic-N or dynamic-N-FLOOR alone.")
     if method == "medusa" and isinstance(tree, AdaptiveChain):
         raise SpecCompileError(
-            "--tree: Medusa heads draft a whole tree at once; adaptive-N is for draft models and EAGLE."
+            "--tree: heads draft a whole tree at once; adaptive-N is for draft models and EAGLE."
         )
 
 
