@@ -400,9 +400,7 @@ def _check_parts(
     if method == "prompt-lookup" and isinstance(tree, DynamicTree) and (tree.depth or tree.top_k):
         raise SpecCompileError("--tree: prompt lookup copies at any depth; give dynamic-N or dynamic-N-FLOOR alone.")
     if method == "medusa" and isinstance(tree, AdaptiveChain):
-        raise SpecCompileError(
-            "--tree: heads draft a whole tree at once; adaptive-N is for draft models and EAGLE."
-        )
+        raise SpecCompileError("--tree: heads draft a whole tree at once; adaptive-N is for draft models and EAGLE.")
 
 
 def _read_draft(source: Source, path: Path, report: Report) -> DraftModel:
