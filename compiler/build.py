@@ -223,21 +223,9 @@ def write_draft_graph(
     """
     report("tracing the draft model")
     found = survey(draft.model, min(limit, draft.max_length or limit))
-    ids = draft.token_ids
-    top_k = _top_k(tree, found.vocab_size)
-    info = _write_model(draft.model, found, DraftTail(ids, top_k), folder, "draft", report, exact, owner="target")
-    if ids is not None:
-        np.save(folder / TOKEN_MAP_FILE, ids.numpy())
-    return info, DraftInfo(
-        fingerprint=draft.fingerprint,
-        architecture=draft.architecture,
-        layers=draft.layers,
-        draft_vocabulary=found.vocab_size,
-        token_map=None if ids is None else TOKEN_MAP_FILE,
-        top_k=top_k,
-        max_length=found.max_length,
-        target_fingerprint=draft.target_fingerprint,
-    )
+    tail = DraftTail(draft.token_ids, _top_k(tree, found.vocab_size))
+    info = _write_model(draft.model, found, tail, folder, "draft", report, exact, owner="target")
+    return info, DraftInfo(architecture=draft.architecture, **_drafting_facts(draft, found, tail, folder))
 
 
 def write_eagle_graph(
@@ -250,24 +238,27 @@ def write_eagle_graph(
     """
     report("tracing the EAGLE head")
     found = survey(head.model, limit)
-    ids, top_k = head.token_ids, _top_k(tree, found.vocab_size)
-    tail = DraftTail(ids, top_k, with_state=True)
+    tail = DraftTail(head.token_ids, _top_k(tree, found.vocab_size), with_state=True)
     width = head.model.feature_width
     info = _write_model(head.model, found, tail, folder, "eagle", report, exact, owner="target", features=width)
+    facts = _drafting_facts(head, found, tail, folder)
+    return info, EagleInfo(architecture=head.layout, **facts, version=head.version, taps=list(head.form.taps))
+
+
+def _drafting_facts(drafting: DraftModel | EagleHead, found: Survey, tail: DraftTail, folder: Path) -> dict[str, Any]:
+    """What a manifest says of a draft model and of a head alike; the ids of their tokens are written to `folder`."""
+    ids = drafting.token_ids
     if ids is not None:
         np.save(folder / TOKEN_MAP_FILE, ids.numpy())
-    return info, EagleInfo(
-        fingerprint=head.fingerprint,
-        architecture=head.layout,
-        layers=head.layers,
-        draft_vocabulary=found.vocab_size,
-        token_map=None if ids is None else TOKEN_MAP_FILE,
-        top_k=top_k,
-        max_length=limit,
-        target_fingerprint=head.target_fingerprint,
-        version=head.version,
-        taps=list(head.form.taps),
-    )
+    return {
+        "fingerprint": drafting.fingerprint,
+        "layers": drafting.layers,
+        "draft_vocabulary": found.vocab_size,
+        "token_map": None if ids is None else TOKEN_MAP_FILE,
+        "top_k": tail.top_k,
+        "max_length": found.max_length,
+        "target_fingerprint": drafting.target_fingerprint,
+    }
 
 
 def _target_tail(drafted: MedusaHeads | None, eagle: EagleHead | None) -> TargetTail:

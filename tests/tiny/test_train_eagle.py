@@ -25,7 +25,7 @@ from speccompile.graphs.eagle import EagleForm, EagleModel
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.tree import load_tree
 from speccompile.tools.training import eagle as training
-from speccompile.tools.training import pipeline
+from speccompile.tools.training import pipeline, steps
 from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths, write_shard
 from speccompile.tools.training.draft import SOFTENINGS
 from speccompile.tools.training.eagle import (
@@ -376,7 +376,7 @@ def test_held_out_conversations_are_never_trained_on(
 def test_every_training_conversation_comes_once_an_epoch_with_its_features(
     shards: Path, features: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "SHUFFLE_SHARDS", 2)  # the three shards take two windows
+    monkeypatch.setattr("speccompile.tools.training.draft.SHUFFLE_SHARDS", 2)  # the three shards take two windows
     paths = shard_paths(shards)
 
     def epoch(seed: int, number: int) -> list[list[bytes]]:
@@ -503,7 +503,7 @@ def test_a_steps_gradient_against_plain_autograd(
     target: Source, shards: Path, features: Path, last_features: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Divergence and feature loss of all passes, from conversations to weights, each guess recomputed by itself."""
-    monkeypatch.setattr(training, "GRADIENT_CLIP", 1e9)
+    monkeypatch.setattr(steps, "GRADIENT_CLIP", 1e9)
     form, layers, kv_heads = FORMS[name]
     token_ids = torch.arange(0, VOCAB, 2)
     head = random_head(form, layers, kv_heads, vocabulary=len(token_ids))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +36,13 @@ from speccompile.compiler.draft_model import (
 )
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.tree import AdaptiveChain
-from speccompile.tools.training import checkpoint as checkpoints
-from speccompile.tools.training.checkpoint import product_dtype
 from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths
 from speccompile.tools.training.medusa import is_held_out, schedule, survey
+from speccompile.tools.training.steps import RelativeSteps
+
+T = TypeVar("T")
 
 CHECKPOINT_FILE = "draft-training.pt"
-GRADIENT_CLIP = 1.0
-SMALLEST_SIZE = 1e-3
 SOFTENINGS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18)
 SHUFFLE_SHARDS = 6  # held in memory together, their conversations mixed
 CHUNK = 256  # positions whose logits exist at once
@@ -127,15 +126,29 @@ def shuffled_batches(paths: Sequence[Path], batch: int, seed: int, epoch: int) -
     Shards come in random order, a few are mixed at a time. Every batch is full; what is left at the end (less than a
     batch) is dropped. The order depends on `seed` and `epoch` alone.
     """
+    return shuffle(
+        paths, lambda path: read_side(path, False), lambda item: len(item.prompt) + len(item.answer), batch, seed, epoch
+    )
+
+
+def shuffle(
+    paths: Sequence[Path],
+    read: Callable[[Path], list[T]],
+    length: Callable[[T], int],
+    batch: int,
+    seed: int,
+    epoch: int,
+) -> Iterator[list[T]]:
+    """The batches of `shuffled_batches`, of whatever `read` finds in a shard; `length` tells what goes together."""
     rng = np.random.default_rng([seed, epoch])
     order = [paths[index] for index in rng.permutation(len(paths))]
-    rest: list[Conversation] = []
+    rest: list[T] = []
     for start in range(0, len(order), SHUFFLE_SHARDS):
-        window = rest + [item for path in order[start : start + SHUFFLE_SHARDS] for item in read_side(path, False)]
+        window = rest + [item for path in order[start : start + SHUFFLE_SHARDS] for item in read(path)]
         mixed = [window[index] for index in rng.permutation(len(window))]
         full = len(mixed) - len(mixed) % batch
         rest = mixed[full:]
-        by_length = sorted(mixed[:full], key=lambda item: len(item.prompt) + len(item.answer))
+        by_length = sorted(mixed[:full], key=length)
         for first in rng.permutation(full // batch) * batch:
             yield by_length[first : first + batch]
 
@@ -319,8 +332,8 @@ def train_draft(
     }
 
 
-class Distillation:
-    """Draft, optimiser and progress: what a checkpoint holds.
+class Distillation(RelativeSteps[float]):
+    """A draft in training.
 
     Args:
         model: the draft; its lm_head is cut to the draft vocabulary here.
@@ -330,21 +343,11 @@ class Distillation:
 
     def __init__(self, model: Any, token_ids: torch.Tensor, vocab_size: int, device: str) -> None:
         cut_lm_head(model, token_ids)
-        self.model, self.device = model.to(device), torch.device(device)
+        self.model = model.to(device)
         shared = shared_names(model)
-        self.trained = {name: weight for name, weight in model.named_parameters() if name not in shared}
-        # Norms and matrices differ in size by a factor of 50 (SmolLM2). A step is a share of a tensor's own size, as in
-        # Adafactor (arXiv 1804.04235), or the final norm would never come down to what an unsure draft needs.
-        groups = [{"params": [weight], "size": relative_size(weight)} for weight in self.trained.values()]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-        self.losses: list[float] = []  # one per step
+        super().__init__({name: weight for name, weight in model.named_parameters() if name not in shared}, device)
         self.known = torch.zeros(vocab_size, dtype=torch.bool)
         self.known[token_ids] = True
-        self.dtype = product_dtype(device)
-
-    @property
-    def step(self) -> int:
-        return len(self.losses)
 
     def soften(self, batch: Batch) -> float:
         """Multiply the final norm by the one of SOFTENINGS with which the draft is nearest to the target; return it.
@@ -368,8 +371,7 @@ class Distillation:
 
         best = min(SOFTENINGS, key=loss)
         scale(best)
-        for group in self.optimizer.param_groups:
-            group["size"] = relative_size(group["params"][0])
+        self.measure_sizes()
         return best
 
     def update(self, batch: Batch, rate: float) -> float:
@@ -378,13 +380,8 @@ class Distillation:
         Returns:
             the loss before it: the divergence per position, in nats.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["size"]
-        self.optimizer.zero_grad()
-        self.losses.append(self.backward(batch))
-        torch.nn.utils.clip_grad_norm_(self.trained.values(), GRADIENT_CLIP)
-        self.optimizer.step()
-        return self.losses[-1]
+        self.begin(rate)
+        return self.finish(self.backward(batch))
 
     def backward(self, batch: Batch) -> float:
         """The divergence of a batch per position; its gradient is added to the trained weights' own."""
@@ -413,34 +410,10 @@ class Distillation:
                 labels = logits_of(self.model, theirs)
             yield divergence(logits_of(self.model, ours), labels, _full(weights[start : start + CHUNK]))
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def save(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Write the checkpoint."""
-        weights = {name: weight.detach() for name, weight in self.trained.items()}
-        state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "losses": self.losses}
-        checkpoints.save(file, state, made_of)
-
-    def resume(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Go on from the checkpoint, if there is one. Errors as in `checkpoint.resume`."""
-        if (state := checkpoints.resume(file, made_of)) is None:
-            return
-        with torch.no_grad():
-            for name, weight in self.trained.items():
-                weight.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.losses = state["losses"]
-
 
 def _full(rows: torch.Tensor) -> torch.Tensor:
     """CHUNK rows: zeros follow those there are."""
     return torch.cat([rows, rows.new_zeros(CHUNK - len(rows), *rows.shape[1:])]) if len(rows) < CHUNK else rows
-
-
-def relative_size(weight: torch.Tensor) -> float:
-    """Root of the mean square, with Adafactor's floor."""
-    return max(float(weight.detach().float().square().mean().sqrt()), SMALLEST_SIZE)
 
 
 # ---- measuring ----

@@ -40,19 +40,11 @@ from speccompile.graphs.eagle import EagleForm, EagleModel
 from speccompile.graphs.errors import CheckpointError
 from speccompile.graphs.single_ops import probe_rms_norm
 from speccompile.graphs.target import decoder_layers, tapping
-from speccompile.tools.training import checkpoint as checkpoints
 from speccompile.tools.training.checkpoint import product_dtype
 from speccompile.tools.training.conversations import Conversation, read_shard, shard_paths
-from speccompile.tools.training.draft import (
-    GRADIENT_CLIP,
-    LENGTH_STEP,
-    SHUFFLE_SHARDS,
-    SOFTENINGS,
-    final_norm,
-    logits_of,
-    relative_size,
-)
+from speccompile.tools.training.draft import LENGTH_STEP, SOFTENINGS, final_norm, logits_of, shuffle
 from speccompile.tools.training.medusa import DataSummary, is_held_out, schedule, survey
+from speccompile.tools.training.steps import RelativeSteps, relative_size
 
 CHECKPOINT_FILE = "eagle-training.pt"
 FEATURE_BATCH = 16
@@ -264,18 +256,9 @@ def read_side(path: Path, features: Path, held_out: bool) -> list[Item]:
 
 def shuffled_batches(paths: Sequence[Path], features: Path, batch: int, seed: int, epoch: int) -> Iterator[list[Item]]:
     """Training conversations of one epoch, those of about one length together; as in `draft.shuffled_batches`."""
-    rng = np.random.default_rng([seed, epoch])
-    order = [paths[index] for index in rng.permutation(len(paths))]
-    rest: list[Item] = []
-    for start in range(0, len(order), SHUFFLE_SHARDS):
-        shards = order[start : start + SHUFFLE_SHARDS]
-        window = rest + [item for path in shards for item in read_side(path, features, held_out=False)]
-        mixed = [window[index] for index in rng.permutation(len(window))]
-        full = len(mixed) - len(mixed) % batch
-        rest = mixed[full:]
-        by_length = sorted(mixed[:full], key=lambda pair: len(pair[1]))
-        for first in rng.permutation(full // batch) * batch:
-            yield by_length[first : first + batch]
+    return shuffle(
+        paths, lambda path: read_side(path, features, held_out=False), lambda pair: len(pair[1]), batch, seed, epoch
+    )
 
 
 # ---- model ----
@@ -615,12 +598,11 @@ def train_eagle(
     }
 
 
-class Unrolling:
-    """Head, optimiser and progress: what a checkpoint holds. Embedding and lm_head stay as they are."""
+class Unrolling(RelativeSteps[list[float]]):
+    """A head in training; a step's losses are those of its passes. Embedding and lm_head stay as they are."""
 
     def __init__(self, model: EagleModel, source: Source, data: DataSummary, settings: Settings, device: str) -> None:
-        self.model, self.settings, self.device = model.to(device), settings, torch.device(device)
-        self.dtype = product_dtype(device)
+        self.model, self.settings = model.to(device), settings
         self.token_ids = data.token_ids
         self.known = torch.zeros(len(source.lm_head.weight), dtype=torch.bool)  # type: ignore[arg-type]
         self.known[data.token_ids] = True
@@ -631,14 +613,7 @@ class Unrolling:
         model.requires_grad_(True)
         for shared in (model.embed_tokens, model.lm_head):
             shared.requires_grad_(False)
-        self.trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        groups = [{"params": [weight], "size": relative_size(weight)} for weight in self.trained.values()]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-        self.losses: list[list[float]] = []  # of every step, by pass
-
-    @property
-    def step(self) -> int:
-        return len(self.losses)
+        super().__init__({name: weight for name, weight in model.named_parameters() if weight.requires_grad}, device)
 
     def whiten(self, items: Sequence[Item]) -> None:
         """Set the norms that meet the target's streams so that every channel comes out at about unit size."""
@@ -651,7 +626,7 @@ class Unrolling:
                 unit = stream * stream.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
                 # The median row: a sink token's would hide all others.
                 norm.weight.copy_(1 / unit.abs().median(0).values.clamp_min(0.02))
-        self._remeasure()
+        self.measure_sizes()
 
     def soften(self, batch: Batch) -> float:
         """Multiply the last norm by the one of SOFTENINGS with which the loss is least; return it (see
@@ -671,12 +646,8 @@ class Unrolling:
         best = min(SOFTENINGS, key=loss)
         with torch.no_grad():
             weight.copy_(start * best)
-        self._remeasure()
+        self.measure_sizes()
         return best
-
-    def _remeasure(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["size"] = relative_size(group["params"][0])
 
     def states(self, batch: Batch) -> torch.Tensor:
         """[unroll,N,H]: what the lm_head reads where the answer tokens are guessed, in each pass."""
@@ -736,9 +707,7 @@ class Unrolling:
         Returns:
             the divergence of each pass before it, in nats.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["size"]
-        self.optimizer.zero_grad()
+        self.begin(rate)
         with self.autocast():
             states = self.states(batch)
         leaf = states.detach().float().requires_grad_(bool(self.settings.feature_loss))
@@ -748,29 +717,7 @@ class Unrolling:
             assert leaf.grad is not None
             gradient = gradient + leaf.grad
         states.backward(gradient.to(states.dtype))
-        torch.nn.utils.clip_grad_norm_(self.trained.values(), GRADIENT_CLIP)
-        self.optimizer.step()
-        self.losses.append(losses.tolist())
-        return self.losses[-1]
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def save(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Write the checkpoint."""
-        weights = {name: weight.detach() for name, weight in self.trained.items()}
-        state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "losses": self.losses}
-        checkpoints.save(file, state, made_of)
-
-    def resume(self, file: Path, made_of: dict[str, Any]) -> None:
-        """Go on from the checkpoint, if there is one. Errors as in `checkpoint.resume`."""
-        if (state := checkpoints.resume(file, made_of)) is None:
-            return
-        with torch.no_grad():
-            for name, weight in self.trained.items():
-                weight.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.losses = state["losses"]
+        return self.finish(losses.tolist())
 
 
 # ---- measuring ----
