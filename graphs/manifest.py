@@ -3,8 +3,8 @@
 Version policy: `schema` is one number. A reader refuses any other number than its own; fields may be added to
 `proof`, `measured` and `versions` without a new number, because nothing decides on them.
 
-    schema 3   manifest.json
-               {"schema": 3, "method": "plain" | "medusa" | "draft" | "eagle" | "lookahead" | "prompt-lookup",
+    schema 4   manifest.json
+               {"schema": 4, "method": "plain" | "medusa" | "draft" | "eagle" | "lookahead" | "prompt-lookup",
                 "target":    {architecture, fingerprint, config_fingerprint, vocab_size, layers, kv_heads, head_dim,
                               width, max_length},
                 "heads":     null | {fingerprint, layout, count, blocks, draft_vocabulary, top_k, target_fingerprint},
@@ -18,7 +18,9 @@ Version policy: `schema` is one number. A reader refuses any other number than i
                 "tokenizer": {fingerprint, special_tokens}, "eos_ids": [...],
                 "tree":      {"paths": [[rank, ...], ...]} | {"dynamic": {nodes, floor[, depth][, top_k]}} |
                              {"adaptive": {longest, confidence}},
-                "proof": {...}, "versions": {...}}
+                "costs":     null | {tokens, pasts, target, draft, host}, by `speccompile tune`
+                "proof": {...}, "measured": {...}, "versions": {...}}
+    schema 3   had no costs, nothing measured, and precisions other than fp32 for graphs that draft only
     schema 2   had no method eagle, and no depth and top_k of dynamic trees
     schema 1   had the methods plain and medusa only
 """
@@ -29,12 +31,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
+from speccompile.graphs.costs import Costs
 from speccompile.graphs.errors import BundleError, SettingsError
 from speccompile.graphs.settings import LookaheadSettings, LookupSettings
 
-SCHEMA = 3
+SCHEMA = 4
 MANIFEST_FILE = "manifest.json"
 # method -> what it needs besides the target: a field of the manifest, and a graph
 METHODS: dict[str, tuple[str | None, str | None]] = {
@@ -137,7 +140,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module. `proof` and `versions` are for people: nothing is decided by them."""
+    """See the module. `proof`, `measured` and `versions` are for people: nothing is decided by them."""
 
     schema: int
     method: str
@@ -152,7 +155,9 @@ class Manifest:
     eagle: EagleInfo | None = None
     lookahead: LookaheadSettings | None = None
     lookup: LookupSettings | None = None
+    costs: Costs | None = None
     proof: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -194,7 +199,9 @@ class Manifest:
             eagle=_optional(EagleInfo, data, "eagle", source),
             lookahead=_optional(LookaheadSettings, data, "lookahead", source),
             lookup=_optional(LookupSettings, data, "lookup", source),
+            costs=_optional(Costs, data, "costs", source),
             proof=_value(data, "proof", dict, source),
+            measured=data.get("measured") or {},
             versions=_value(data, "versions", dict, source),
         )
         if manifest.method not in METHODS:
@@ -239,12 +246,14 @@ def file_info(path: Path) -> FileInfo:
         return FileInfo(hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size)
 
 
-def _value(data: Mapping[str, Any], name: str, kind: type, source: str, where: str = "") -> Any:
+def _value(data: Mapping[str, Any], name: str, kind: Any, source: str, where: str = "") -> Any:
     if name not in data:
         raise BundleError(f"{source}: field '{where}{name}' is missing; rebuild the bundle.")
     value = data[name]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BundleError(f"{source}: field '{where}{name}' is {value!r}; expected {kind.__name__}.")
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise BundleError(
+            f"{source}: field '{where}{name}' is {value!r}; expected {getattr(kind, '__name__', 'float')}."
+        )
     return value
 
 
@@ -257,12 +266,18 @@ def _record(kind: type, data: object, where: str, source: str) -> Any:
         if hints[item.name] == (str | None) and data.get(item.name) is None:
             values[item.name] = None
         else:
-            plain = {str: str, str | None: str, int: int, bool: bool, list[int]: list}.get(hints[item.name], dict)
-            values[item.name] = _value(data, item.name, plain, source, f"{where}.")
+            values[item.name] = _value(data, item.name, _kind(hints[item.name]), source, f"{where}.")
     try:
         return kind(**values)
     except SettingsError as error:
         raise BundleError(f"{source}: field '{where}' is not usable: {error}") from error
+
+
+def _kind(hint: Any) -> Any:
+    """What JSON has for a field of this type."""
+    if get_origin(hint) is list:
+        return list
+    return {str: str, str | None: str, int: int, bool: bool, float: int | float}.get(hint, dict)
 
 
 def _optional(kind: type, data: Mapping[str, Any], name: str, source: str) -> Any:

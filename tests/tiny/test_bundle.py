@@ -149,10 +149,10 @@ def test_a_file_that_is_read_but_not_listed(speccompile: Cli, bundle: Path, name
 # ---- the manifest ----
 
 
-@pytest.mark.parametrize("schema", [1, 2, 4, "3", None])
+@pytest.mark.parametrize("schema", [1, 2, 3, 5, "4", None])
 def test_unknown_schema(speccompile: Cli, bundle: Path, schema: object) -> None:
     edit_manifest(bundle, lambda manifest: manifest.update(schema=schema))
-    refused(speccompile, bundle, str(bundle / "manifest.json"), f"schema is {schema!r}", "reads schema 3", "rebuild")
+    refused(speccompile, bundle, str(bundle / "manifest.json"), f"schema is {schema!r}", "reads schema 4", "rebuild")
 
 
 def test_no_schema(speccompile: Cli, bundle: Path) -> None:

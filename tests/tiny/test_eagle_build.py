@@ -454,7 +454,7 @@ def test_manifests(decoder1: Decoder, decoder3: Decoder, head1: Path, head3: Pat
     source = read_model(tiny_checkpoint)
     for decoder, folder in ((decoder1, head1), (decoder3, head3)):
         manifest, head = decoder.bundle.manifest, read_eagle(folder, source)
-        assert (manifest.schema, manifest.method, manifest.heads, manifest.draft) == (3, "eagle", None, None)
+        assert (manifest.schema, manifest.method, manifest.heads, manifest.draft) == (4, "eagle", None, None)
         info = manifest.eagle
         assert info is not None and manifest.drafting is info
         assert (info.fingerprint, info.target_fingerprint) == (head.fingerprint, source.fingerprint)
