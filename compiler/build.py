@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from speccompile.compiler.calibrate import TOKENS as CALIBRATION_TOKENS
+from speccompile.compiler.calibrate import prompts, speak
 from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.compiler.draft_model import DraftModel, cut_lm_head, read_draft
 from speccompile.compiler.eagle_head import EagleHead, read_eagle
 from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
 from speccompile.compiler.prove import prove
 from speccompile.compiler.publish import staged
+from speccompile.compiler.quantise import PRECISIONS, quantise_target
 from speccompile.compiler.write_graph import write_graph
 from speccompile.graphs.draft_model import DraftTail
 from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError, TraceError
@@ -38,10 +41,11 @@ from speccompile.graphs.manifest import (
     file_info,
 )
 from speccompile.graphs.medusa import MedusaModule, export_medusa
-from speccompile.graphs.passes import clean, finish_gqa_target, quantise
+from speccompile.graphs.passes import FoldWeights, PackTables, clean, finish_gqa_target, quantise
 from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSettings
 from speccompile.graphs.target import OPSET, Survey, Tail, TargetTail, survey, trace_gqa
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, load_tree
+from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.runtime.decoder import load
 
 DEFAULT_MAX_LENGTH = 8192
@@ -61,6 +65,8 @@ def build(
     out: Path,
     *,
     method: str = "medusa",
+    precision: str = "fp32",
+    calibrate: bool = True,
     heads: Path | None = None,
     draft: Path | None = None,
     head: Path | None = None,
@@ -78,6 +84,10 @@ def build(
     Args:
         model: transformers folder or .gguf file.
         method: one of `METHODS`.
+        precision: of the target's weights, one of `quantise.PRECISIONS`. What is emitted is then what plain decoding of
+            the rounded target emits.
+        calibrate: whether weights are rounded with regard to what they are multiplied with, on answers that the model
+            writes itself; else each to its nearest level.
         heads: Medusa heads (any layout `read_heads` knows); a model with merged heads needs none.
         draft: the draft model (see `compiler.draft_model`).
         head: the EAGLE head, in any layout `compiler.eagle_head` knows.
@@ -93,8 +103,11 @@ def build(
         SpecCompileError: naming what is wrong; nothing is left behind.
     """
     _check_parts(method, heads, draft, head, norms, lookahead, lookup, tree, draft_precision)
+    if precision not in PRECISIONS:
+        raise SpecCompileError(f"--precision: '{precision}' is unknown; use one of {', '.join(PRECISIONS)}.")
     with staged(out, force) as folder, TemporaryDirectory() as scratch:
         exact = Path(scratch) if draft_precision != "fp32" and METHODS[method][1] else None
+        exact_target = Path(scratch) if precision != "fp32" else None
         report("reading the model")
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
@@ -110,17 +123,22 @@ def build(
         limit = _max_length(source, max_length)
         with _refusing(source):
             found = survey(source.model, limit)
-            graphs = {"target": write_target(source, found, folder, _target_tail(drafted, eagle), report)}
+            tail = _target_tail(drafted, eagle)
+            graphs = {"target": write_target(source, found, folder, tail, report, precision, exact_target, calibrate)}
         draft_info = eagle_info = None
         if drafted:
             report("tracing the heads")
             graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder, exact)
         if small:
             with _refusing(small):
-                graphs["draft"], draft_info = write_draft_graph(small, chosen, limit, folder, exact, report)
+                graphs["draft"], draft_info = write_draft_graph(
+                    small, chosen, limit, folder, exact, report, rounded=precision != "fp32"
+                )
         if eagle:
             with _refusing(eagle):
-                graphs["eagle"], eagle_info = write_eagle_graph(eagle, chosen, limit, folder, exact, report)
+                graphs["eagle"], eagle_info = write_eagle_graph(
+                    eagle, chosen, limit, folder, exact, report, rounded=precision != "fp32"
+                )
         report("writing the tokenizer")
         tokenizer = write_tokenizer(source, folder)
         manifest = Manifest(
@@ -143,7 +161,9 @@ def build(
         eager_heads = medusa_module(source, drafted, _top_k(chosen, drafted.draft_vocabulary)) if drafted else None
         try:
             decoder = load(folder, check_hashes=False, capacity=PROOF_CAPACITY)
-            proof = prove(decoder, source, eager_heads, small, eagle, report, exact)
+            proof = prove(
+                decoder, source, eager_heads, small, eagle, report, exact, exact_target and exact_target / "target.onnx"
+            )
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
         manifest = replace(manifest, proof=proof)
@@ -207,29 +227,74 @@ def verify(
     return prove(decoder, source, eager, small, eagle, report)
 
 
-def write_target(source: Source, found: Survey, folder: Path, tail: TargetTail, report: Report) -> GraphInfo:
-    """Trace, fuse and write target.onnx and its weights; weights fused on the way are made as they are written."""
+def write_target(
+    source: Source,
+    found: Survey,
+    folder: Path,
+    tail: TargetTail,
+    report: Report,
+    precision: str = "fp32",
+    exact: Path | None = None,
+    calibrate: bool = True,
+) -> GraphInfo:
+    """Trace, fuse and write target.onnx and its weights; weights fused on the way are made as they are written.
+
+    Args:
+        precision: of the weights; with another than "fp32", `exact` gets the graph before it was rounded.
+    """
     report("tracing the target")
-    return _write_model(source.model, found, tail, folder, "target", report)
+    graph, traced = _fused(source.model, found, tail, "target", report)
+    if precision != "fp32":
+        assert exact is not None
+        whole = graph.clone()
+        FoldWeights()(whole)
+        clean(whole)
+        report("writing the exact target")
+        write_graph(whole, exact, "target")
+        texts: Any = []
+        if calibrate:
+            report("writing text to calibrate on")
+            tokens = min(CALIBRATION_TOKENS, found.max_length)
+            texts = speak(OrtTarget(exact / "target.onnx"), prompts(source.tokenizer, tokens // 2), tokens)
+        quantise_target(graph, precision, exact / "target.onnx", texts, report)
+    else:
+        FoldWeights()(graph)
+        clean(graph)
+    report("writing the target")
+    write_graph(graph, folder, "target")
+    return GraphInfo("target.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
 
 
 def write_draft_graph(
-    draft: DraftModel, tree: DraftTree, limit: int, folder: Path, exact: Path | None, report: Report
+    draft: DraftModel,
+    tree: DraftTree,
+    limit: int,
+    folder: Path,
+    exact: Path | None,
+    report: Report,
+    rounded: bool = False,
 ) -> tuple[GraphInfo, DraftInfo]:
     """Trace and write draft.onnx, on what it can of the target's weights, and the ids of its tokens.
 
     Args:
         exact: folder for the graph as it was traced; what is written to `folder` is then rounded to int8.
+        rounded: whether the target's embedding is in int8, so that the draft's own must be to be stored with it.
     """
     report("tracing the draft model")
     found = survey(draft.model, min(limit, draft.max_length or limit))
     tail = DraftTail(draft.token_ids, _top_k(tree, found.vocab_size))
-    info = _write_model(draft.model, found, tail, folder, "draft", report, exact, owner="target")
+    info = _write_model(draft.model, found, tail, folder, "draft", report, exact, rounded)
     return info, DraftInfo(architecture=draft.architecture, **_drafting_facts(draft, found, tail, folder))
 
 
 def write_eagle_graph(
-    head: EagleHead, tree: DraftTree, limit: int, folder: Path, exact: Path | None, report: Report
+    head: EagleHead,
+    tree: DraftTree,
+    limit: int,
+    folder: Path,
+    exact: Path | None,
+    report: Report,
+    rounded: bool = False,
 ) -> tuple[GraphInfo, EagleInfo]:
     """Trace and write eagle.onnx and the ids of its tokens, as `write_draft_graph` does for a draft model.
 
@@ -240,7 +305,7 @@ def write_eagle_graph(
     found = survey(head.model, limit)
     tail = DraftTail(head.token_ids, _top_k(tree, found.vocab_size), with_state=True)
     width = head.model.feature_width
-    info = _write_model(head.model, found, tail, folder, "eagle", report, exact, owner="target", features=width)
+    info = _write_model(head.model, found, tail, folder, "eagle", report, exact, rounded, features=width)
     facts = _drafting_facts(head, found, tail, folder)
     return info, EagleInfo(architecture=head.layout, **facts, version=head.version, taps=list(head.form.taps))
 
@@ -275,27 +340,39 @@ def _write_model(
     folder: Path,
     name: str,
     report: Report,
-    exact: Path | None = None,
-    owner: str | None = None,
+    exact: Path | None,
+    rounded: bool,
     features: int | None = None,
 ) -> GraphInfo:
+    """Trace and write what drafts, on what it can of the target's weights."""
+    graph, traced = _fused(model, found, tail, name, report, features)
+    report(f"writing the {name}")
+    if exact is not None:
+        whole = graph.clone()
+        FoldWeights()(whole)
+        clean(whole)
+        write_graph(whole, exact, name)
+        if rounded:
+            PackTables()(graph)
+    FoldWeights()(graph)
+    clean(graph)
+    if exact is not None:
+        quantise(graph)
+    write_graph(graph, folder, name, owner="target")
+    precision = "fp32" if exact is None else "int8"
+    return GraphInfo(f"{name}.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
+
+
+def _fused(
+    model: Any, found: Survey, tail: Tail, name: str, report: Report, features: int | None = None
+) -> tuple[ir.Model, int]:
+    """The traced graph, fused, its weights not folded yet; and its nodes before fusing."""
     graph = trace_gqa(model, found, tail, features)
     clean(graph)
     traced = len(list(graph.graph))
     report(f"fusing the {name}")
-    finish_gqa_target(graph)
-    report(f"writing the {name}")
-    precision = _write_rounded(graph, folder, name, exact, owner)
-    return GraphInfo(f"{name}.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
-
-
-def _write_rounded(graph: ir.Model, folder: Path, name: str, exact: Path | None, owner: str | None) -> str:
-    """Write a graph, in int8 when there is a folder for the exact one; the precision."""
-    if exact is not None:
-        write_graph(graph, exact, name)
-        quantise(graph)
-    write_graph(graph, folder, name, owner)
-    return "fp32" if exact is None else "int8"
+    finish_gqa_target(graph, one_as_two=isinstance(tail, TargetTail))
+    return graph, traced
 
 
 def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModule:
@@ -319,7 +396,11 @@ def write_heads_graph(
     `write_draft_graph`."""
     graph = export_medusa(medusa_module(source, heads, _top_k(tree, heads.draft_vocabulary)))
     nodes = len(list(graph.graph))
-    precision = _write_rounded(graph, folder, "medusa", exact, owner="target")
+    if exact is not None:
+        write_graph(graph, exact, "medusa")
+        quantise(graph)
+    write_graph(graph, folder, "medusa", owner="target")
+    precision = "fp32" if exact is None else "int8"
     return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], precision, len(list(graph.graph)), nodes)
 
 

@@ -1,4 +1,4 @@
-"""The command line. Only click and rich are imported here: `run` must work without torch, and `--help` fast."""
+"""The command line. Only click, rich and their like are imported here: `run` must work without torch, `--help` fast."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from speccompile.graphs.errors import SpecCompileError
+from speccompile.tools.bench.command import bench
+from speccompile.tools.tune.command import tune
 
 PATH = click.Path(path_type=Path)
 notes = Console(stderr=True)  # everything that is not the answer itself
@@ -79,6 +81,18 @@ def commands() -> None:
     default="medusa",
     show_default=True,
 )
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "int8", "int4"]),
+    default="fp32",
+    show_default=True,
+    help="Of the target's weights; answers are then exactly those of the rounded target.",
+)
+@click.option(
+    "--calibrate/--no-calibrate",
+    default=True,
+    help="int8, int4: round weights with regard to answers that the model writes for it (minutes), or to the nearest.",
+)
 @click.option("--heads", type=PATH, help="medusa: the heads; a model with merged heads needs none.")
 @click.option(
     "--draft", type=PATH, help="draft: the draft model, a transformers folder, .gguf file or `train draft`'s."
@@ -104,7 +118,8 @@ def commands() -> None:
 @click.option(
     "--tree",
     help="Draft tree: a name (mc_sim_7b_63, ..., chain-N, dynamic-N[-FLOOR][-dDEPTH][-kTOPK], for what drafts token by "
-    "token adaptive-N[-CONFIDENCE]) or a JSON file. Default: the one that comes with what drafts.",
+    "token adaptive-N[-CONFIDENCE]), a JSON file, or auto: what `tune` finds here. Default: the one that comes "
+    "with what drafts.",
 )
 @click.option("--nodes", type=int, help="A dynamic tree (EAGLE-2) of at most this many nodes, the root included.")
 @click.option("--depth", type=int, help="With --nodes: depth of its deepest node. Default: 6.")
@@ -125,6 +140,8 @@ def commands() -> None:
 def build(
     model: Path,
     method: str,
+    precision: str,
+    calibrate: bool,
     heads: Path | None,
     draft: Path | None,
     head: Path | None,
@@ -173,23 +190,32 @@ def build(
     elif looks_up:
         lookup = LookupSettings(**counts, newest=match != "oldest")
     out = out or Path(f"{model.stem if model.suffix == '.gguf' else model.name}-{method}.bundle")
+    measure = tree == "auto"
+    if measure and nodes is not None:
+        raise click.UsageError("--nodes describes a tree, and --tree auto finds one; give one of them.")
     with progress(as_json) as report:
         manifest = make(
             model,
             out,
             method=method,
+            precision=precision,
+            calibrate=calibrate,
             heads=heads,
             draft=draft,
             head=head,
             norms=_norms(norms),
             lookahead=lookahead,
             lookup=lookup,
-            tree=_tree(tree, nodes, depth, top_k),
+            tree=_tree(None if measure else tree, nodes, depth, top_k),
             draft_precision=draft_precision,
             max_length=max_length,
             force=force,
             report=report,
         )
+        if measure:
+            from speccompile.tools.tune.tuning import tune as find
+
+            manifest = find(out, report=report)
     if as_json:
         click.echo(json.dumps(manifest.to_json()))
     else:
@@ -258,6 +284,10 @@ def _show_proof(figures: dict[str, Any]) -> None:
     for name, figure in figures.items():
         if "bound" in figure:
             table.add_row(name, f"{figure['difference']:.2g}", f"{figure['bound']:.2g}")
+        elif "perplexity" in figure:
+            rise = 100 * (figure["perplexity"] / figure["exact_perplexity"] - 1)
+            agreement = f"perplexity {rise:+.2f} %, first choice the same {100 * figure['top1_agreement']:.1f} %"
+            table.add_row(name, f"{agreement}, KL {figure['kl_per_token']:.2g} nats a token", "")
         else:
             table.add_row(name, f"{figure['compared']} equal, {figure['ties']} ties", "0 differences")
     notes.print(table)
@@ -390,6 +420,13 @@ def inspect(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(facts))
     else:
         show(facts, Console())
+
+
+# ---- measure ----
+
+
+commands.add_command(bench)
+commands.add_command(tune)
 
 
 # ---- train ----

@@ -5,12 +5,14 @@ Each check names the layer of the pipeline that is wrong when it fails:
     prefill   graph against eager transformers on plain text             -> tracing or weights
     tree      graph against eager transformers, every path of a tree     -> tree mask or positions
     path      tree against each of its paths run alone in the graph      -> attention kernel, row independence
+    row       tokens in one call against one call each                   -> kernels that treat a lone row differently
     commit    next logits after a moved path against a fresh prefill     -> cache commit
     hidden    feature output against eager transformers                  -> feature tap, or a head's fusion
     heads     heads graph against the eager heads                        -> heads graph
     draft     draft graph against the eager draft model, level by level  -> draft graph, its mask or positions
     eagle     head's graph against the eager head, level by level        -> head's graph, its mask, positions or states
     *_int8    the same in int8, with the bounds of rounding              -> how weights are packed
+    quality   a target in int8 or int4 against the exact one             -> how its weights are rounded
     tokens    speculative greedy tokens against plain ones               -> decoding loop
 
 Checks against eager need the model; the others need only the bundle.
@@ -30,6 +32,7 @@ import torch
 from speccompile.compiler.checkpoint import Source
 from speccompile.compiler.draft_model import DraftModel
 from speccompile.compiler.eagle_head import EagleHead
+from speccompile.compiler.quality import compare, held_out, logits_of
 from speccompile.graphs.errors import ProofError
 from speccompile.graphs.medusa import MedusaModule
 from speccompile.graphs.target import tapping
@@ -55,6 +58,12 @@ LOGPROB_TOLERANCE = 1e-3
 # Drafting graphs in int8 round weights and activations (127 steps each). Seen on SmolLM2: a third of these at most.
 INT8_LOGIT_TOLERANCE = 0.1
 INT8_LOGPROB_TOLERANCE = 1.0
+LONE_ROWS = 9
+LONE_ROW = (
+    "this CPU's kernels, which compute a lone row differently: decoding with rounded weights would not be exact here, "
+    "use --precision fp32"
+)
+LARGEST_DIVERGENCE = 0.5  # nats a token between a rounded target and the exact one. SmolLM2 in int4: 0.1
 ROUNDING = "rounding to int8, which these weights do not bear: use --draft-precision fp32"
 
 Array = npt.NDArray[Any]
@@ -85,6 +94,7 @@ def prove(
     eagle: EagleHead | None = None,
     report: Report = lambda _: None,
     exact: Path | None = None,
+    exact_target: Path | None = None,
 ) -> dict[str, Any]:
     """Run every check that the arguments allow.
 
@@ -94,6 +104,7 @@ def prove(
         draft: the draft model to compare with, its lm_head cut down as the bundle's is.
         eagle: the EAGLE head to compare with.
         exact: folder with the drafting graphs before their weights were rounded to int8, when they were.
+        exact_target: the target before its weights were rounded, when they were: it is what is held against the model.
 
     Returns:
         figures for the manifest: per check its largest difference and the bound, and counts of tokens.
@@ -107,17 +118,26 @@ def prove(
     if isinstance(decoder.tree, TokenTree) and len(decoder.tree) > 1:
         trees.append(decoder.tree.prune(PROOF_TREE_NODES))
     rng = np.random.default_rng(0)
+    rounded = decoder.bundle.manifest.graphs["target"].precision != "fp32"
+    # What is held against the model: a rounded target says something else, by more than the faults that are looked for.
+    whole = OrtTarget(exact_target) if exact_target is not None else None if rounded else decoder.target
     for number, prompt in enumerate(prompts):
         report(f"proving logits, prompt {number + 1} of {len(prompts)}")
-        for tree in trees:
-            tokens = np.array([rng.integers(decoder.target.vocab_size) for _ in range(len(tree))], np.int64)
-            _prove_logits(proof, decoder, source, prompt, tree, tokens)
+        for tree in trees if whole is not None else []:
+            tokens = rng.integers(decoder.target.vocab_size, size=len(tree))
+            _prove_logits(proof, whole, source, prompt, tree, tokens)
+        _prove_rows(proof, decoder.target, rounded, prompt, rng.integers(decoder.target.vocab_size, size=LONE_ROWS))
+    if rounded and (source is not None or whole is not None):
+        report("measuring what rounding costs")
+        proof.figures["quality"] = _quality(decoder, whole, source)
     if source is not None and heads is not None and decoder.heads is not None:
         report("proving the heads")
         if exact is not None:
-            _prove_heads(proof, decoder, OrtHeads(exact / "medusa.onnx", threads=1), "fp32", source, heads, prompts)
+            _prove_heads(
+                proof, whole, decoder, OrtHeads(exact / "medusa.onnx", threads=1), "fp32", source, heads, prompts
+            )
         precision = decoder.bundle.manifest.graphs["medusa"].precision
-        _prove_heads(proof, decoder, decoder.heads, precision, source, heads, prompts)
+        _prove_heads(proof, whole, decoder, decoder.heads, precision, source, heads, prompts)
     given = draft or eagle
     if decoder.draft is not None and given is not None and (draft is not None or source is not None):
         name = "draft" if draft is not None else "eagle"
@@ -133,7 +153,7 @@ def prove(
                 if draft is not None:
                     _prove_draft(proof, decoder, graph, precision, draft, prompt)
                 elif eagle is not None and source is not None:
-                    _prove_eagle(proof, decoder, graph, precision, eagle, source, prompt)
+                    _prove_eagle(proof, whole, decoder, graph, precision, eagle, source, prompt)
     report("proving tokens")
     proof.figures["tokens"] = _prove_tokens(decoder, prompts)
     return proof.figures
@@ -157,9 +177,9 @@ def _run(cache: Any, ids: Array, tree: TokenTree) -> Array:
 
 
 def _prove_logits(
-    proof: Proof, decoder: Decoder, source: Source | None, prompt: list[int], tree: TokenTree, tokens: Array
+    proof: Proof, target: OrtTarget, source: Source | None, prompt: list[int], tree: TokenTree, tokens: Array
 ) -> None:
-    cache = decoder.target.open(len(prompt) + len(tree) + 2)
+    cache = target.open(len(prompt) + len(tree) + 2)
     ids = np.array(prompt)
     first = _run(cache, ids, TokenTree.chain(len(prompt) - 1))
     bound = LOGIT_TOLERANCE * float(np.abs(first).max())
@@ -189,8 +209,48 @@ def _prove_logits(
     cache.commit(moved)
     after = _run(cache, tokens[:1], TokenTree.chain(0))
     text = np.array([*prompt, *tokens[moved], tokens[0]])
-    fresh = _run(decoder.target.open(len(text)), text, TokenTree.chain(len(text) - 1))
+    fresh = _run(target.open(len(text)), text, TokenTree.chain(len(text) - 1))
     proof.require("commit", _distance(after[0], fresh[-1]), bound, "committing rows in the cache")
+
+
+def _prove_rows(proof: Proof, target: OrtTarget, rounded: bool, prompt: list[int], tokens: Array) -> None:
+    """Tokens one by one, as plain decoding runs them, against the same in calls of several, as they are verified.
+
+    A rounded target has no tolerance: see `passes.derive_gqa_inputs`.
+    """
+    cache = target.open(len(prompt) + len(tokens))
+    first = _run(cache, np.array(prompt), TokenTree.chain(len(prompt) - 1))
+    cache.commit(range(len(prompt)))
+    alone = []
+    for token in tokens:
+        alone.append(_run(cache, np.array([token]), TokenTree.chain(0))[0])
+        cache.commit([0])
+    bound = 0.0 if rounded else LOGIT_TOLERANCE * float(np.abs(first).max())
+    blame = LONE_ROW if rounded else "the kernels: rows depend on their neighbours"
+    for count in range(1, len(tokens) + 1):
+        cache.truncate(len(prompt))
+        together = _run(cache, tokens[:count], TokenTree.chain(count - 1))
+        proof.require("row", _distance(together, np.array(alone[:count])), bound, blame)
+
+
+def _quality(decoder: Decoder, whole: OrtTarget | None, source: Source | None) -> dict[str, Any]:
+    texts = held_out(decoder.text, decoder.capacity)
+    if whole is not None:
+        figures = compare(logits_of(whole), logits_of(decoder.target), texts)
+    else:
+        assert source is not None
+        figures = compare(lambda ids: eager_logits(source, ids)[0], logits_of(decoder.target), texts)
+    if not figures["kl_per_token"] <= LARGEST_DIVERGENCE:
+        raise ProofError(
+            f"proof 'quality': the rounded target is {figures['kl_per_token']:.3g} nats a token from the exact one, "
+            f"more than {LARGEST_DIVERGENCE:g} allows; its weights do not bear this --precision or are another model's."
+        )
+    return figures
+
+
+def _require_hidden(proof: Proof, hidden: Array, want: Array) -> None:
+    bound = LOGIT_TOLERANCE * float(np.abs(want).max())
+    proof.require("hidden", _distance(hidden, want), bound, "the feature output of the target graph")
 
 
 def eager_logits(source: Source, ids: list[int]) -> tuple[Array, Array]:
@@ -207,6 +267,7 @@ def eager_logits(source: Source, ids: list[int]) -> tuple[Array, Array]:
 
 def _prove_heads(
     proof: Proof,
+    whole: OrtTarget | None,
     decoder: Decoder,
     graph: OrtHeads,
     precision: str,
@@ -217,13 +278,12 @@ def _prove_heads(
     name, tolerance = ("heads", LOGPROB_TOLERANCE) if precision == "fp32" else ("heads_int8", INT8_LOGPROB_TOLERANCE)
     for prompt in prompts:
         count = len(prompt)
-        cache = decoder.target.open(count)
+        cache = (whole or decoder.target).open(count)
         chain = TokenTree.chain(count - 1)
         hidden = cache.run(np.array(prompt), chain.depths, chain.mask, np.array([count - 1])).hidden
         assert hidden is not None
-        _, eager_hidden = eager_logits(source, prompt)
-        bound = LOGIT_TOLERANCE * float(np.abs(eager_hidden).max())
-        proof.require("hidden", _distance(hidden[0], eager_hidden), bound, "the feature output of the target graph")
+        if whole is not None:
+            _require_hidden(proof, hidden[0], eager_logits(source, prompt)[1])
         with torch.no_grad():
             want_ids, want = (part[0, 0].numpy() for part in heads(torch.from_numpy(hidden[:, -1:].copy())))
         ids, logprobs = graph.run(hidden[0, -1])
@@ -285,6 +345,7 @@ def _require_topk(proof: Proof, name: str, token_ids: Array | None, logits: Arra
 
 def _prove_eagle(
     proof: Proof,
+    whole: OrtTarget | None,
     decoder: Decoder,
     graph: OrtTarget,
     precision: str,
@@ -297,12 +358,12 @@ def _prove_eagle(
     tree, count = BRANCHING, len(prompt)
     tokens = np.random.default_rng(1).integers(decoder.target.vocab_size, size=len(tree))
     chain = TokenTree.chain(count - 1)
-    out = decoder.target.open(count).run(np.array(prompt), chain.depths, chain.mask, np.array([count - 1]))
+    cache = (whole or decoder.target).open(count)
+    out = cache.run(np.array(prompt), chain.depths, chain.mask, np.array([count - 1]))
     assert out.hidden is not None
     features = out.hidden[0].copy()
-    want = eager_features(source, head, prompt)
-    bound = LOGIT_TOLERANCE * float(np.abs(want).max())
-    proof.require("hidden", _distance(features, want), bound, "the feature output of the target graph")
+    if whole is not None:
+        _require_hidden(proof, features, eager_features(source, head, prompt))
 
     paths = [tree.ancestry(node) for node in range(len(tree))]
     wanted = [eager_draft(head, features, [*prompt[1:], *tokens[path].tolist()]) for path in paths]

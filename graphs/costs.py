@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
-
-import numpy as np
 
 from speccompile.graphs.errors import SettingsError
 
@@ -63,9 +62,12 @@ class Costs:
 
 
 def _line(at: float, places: list[int], values: list[float]) -> float:
-    if len(places) == 1:
+    """The value at `at`. No numpy: the runtime asks in every round, and of a few numbers."""
+    if at <= places[0] or len(places) == 1:
         return values[0]
+    right = min(bisect_left(places, at), len(places) - 1)
+    left = right - 1
+    slope = (values[right] - values[left]) / (places[right] - places[left])
     if at <= places[-1]:
-        return float(np.interp(at, places, values))
-    slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+        return values[left] + slope * (at - places[left])
     return values[-1] + max(slope, 0.0) * (at - places[-1])

@@ -198,6 +198,13 @@ class TokenTree:
             row[: len(nodes)] = nodes
         return rows
 
+    @cached_property
+    def trunk(self) -> TokenTree:
+        """The chain that the first nodes form: each the child of the one before. Its rows lie in the cache as if they
+        had been decoded one by one."""
+        nodes = next((node for node in range(1, len(self)) if self.parents[node] != node - 1), len(self))
+        return self.prune(nodes)
+
     # ---- changing trees ----
 
     def keep(self, nodes: Sequence[int]) -> TokenTree:

@@ -12,10 +12,14 @@ from speccompile.graphs.passes.cancel_layout import CancelLayout
 from speccompile.graphs.passes.derive_gqa_inputs import DeriveGqaInputs
 from speccompile.graphs.passes.fold_weights import FoldWeights
 from speccompile.graphs.passes.fuse_parallel_matmuls import FuseParallelMatMuls
+from speccompile.graphs.passes.fuse_silu import FuseSilu
 from speccompile.graphs.passes.fuse_skip_norm import FuseSkipNorm
-from speccompile.graphs.passes.pack_int8 import PackInt8
+from speccompile.graphs.passes.integer_products import IntegerProducts
 from speccompile.graphs.passes.pack_qkv import PackQkv
+from speccompile.graphs.passes.pack_tables import PackTables
+from speccompile.graphs.passes.pack_weights import PackWeights
 from speccompile.graphs.passes.rotary_into_gqa import RotaryIntoGqa
+from speccompile.graphs.passes.smooth import Smooth, smoothable
 
 
 def clean(model: ir.Model) -> None:
@@ -27,24 +31,29 @@ def clean(model: ir.Model) -> None:
     common.RemoveUnusedOpsetsPass()(model)
 
 
-def finish_gqa_target(model: ir.Model) -> None:
-    """Turn a target fresh from `graphs.target.trace_gqa` into a graph on the contract, fused for ONNX Runtime."""
+def finish_gqa_target(model: ir.Model, one_as_two: bool = False) -> None:
+    """Turn a target fresh from `graphs.target.trace_gqa` into a graph on the contract, fused for ONNX Runtime. Its
+    weights are still as torch keeps them: `FoldWeights` or a quantising pass comes next.
+
+    Args:
+        one_as_two: see `DeriveGqaInputs`.
+    """
     clean(model)
     CancelLayout()(model)
     FuseParallelMatMuls()(model)
-    FoldWeights()(model)
+    FuseSilu()(model)
     RotaryIntoGqa()(model)
     common.RemoveUnusedNodesPass()(model)  # the rotation chains still read the parts of the Split
     PackQkv()(model)
     FuseSkipNorm()(model)
-    DeriveGqaInputs()(model)
+    DeriveGqaInputs(one_as_two)(model)
     clean(model)
     common.ClearMetadataAndDocStringPass()(model)
 
 
 def quantise(model: ir.Model) -> None:
     """Weights of a finished drafting graph in int8."""
-    PackInt8()(model)
+    PackWeights()(model)
     common.RemoveUnusedNodesPass()(model)
 
 
@@ -53,11 +62,16 @@ __all__ = [
     "DeriveGqaInputs",
     "FoldWeights",
     "FuseParallelMatMuls",
+    "FuseSilu",
     "FuseSkipNorm",
-    "PackInt8",
+    "IntegerProducts",
     "PackQkv",
+    "PackTables",
+    "PackWeights",
     "RotaryIntoGqa",
+    "Smooth",
     "clean",
     "finish_gqa_target",
     "quantise",
+    "smoothable",
 ]

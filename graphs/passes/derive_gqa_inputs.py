@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from speccompile.graphs import contract
 from speccompile.graphs.passes.matching import number
+from speccompile.graphs.passes.rotary_into_gqa import POSITIONS
 from speccompile.graphs.target import SEQLENS_K, TOTAL_LENGTH, bias_name
 
 
@@ -22,9 +23,21 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
 
     The window test needs q - k, the distance in positions. For older rows it is position_ids less the slot. Among the
     newest M, what a token sees is one path, parents before children, so the distance to a row is the number of rows on
-    it that come later. A row's slots
-    behind its own length are hidden by the operator itself, through seqlens. With B > 1 the operator takes T = 1 only.
+    it that come later. A row's slots behind its own length are hidden by the operator itself, through seqlens. With
+    B > 1 the operator takes T = 1 only.
+
+    Args:
+        one_as_two: lets a single token of a single text pass through attention twice, its twin behind it and unseen.
+            ONNX Runtime's CPU kernel sums a lone row in another order than the rows of a larger call (MLAS has a GEMM
+            of its own for M = 1); its other kernels do not. With this, a token's logits are the same bit by bit
+            whatever is run beside it, which graphs that round activations need: where the last bit decides between two
+            integers, a difference of 1e-7 grows to whole logits on its way through thirty layers. It costs two small
+            nodes a layer, and one row of the cache behind the committed ones must be free.
     """
+
+    def __init__(self, one_as_two: bool = False) -> None:
+        super().__init__()
+        self.one_as_two = one_as_two
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -40,26 +53,27 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         past = ir.Value(name=contract.PAST_LENGTH, shape=ir.Shape([batch]), type=ir.TensorType(ir.DataType.INT64))
         build = _Builder(graph)
 
-        count = build("Shape", ids, start=1, end=2)  # [1]: T
+        count = tokens_in = build("Shape", ids, start=1, end=2)  # [1]: T
         rows = build("Shape", ids, start=0, end=1)  # [1]: B
+        mask, places = tree_mask, positions
+        if self.one_as_two:
+            count, mask, places = self._twin(graph, build, tokens_in, rows, tree_mask, positions)
         longest = build("ReduceMax", past, build.ints("axis_0", [0]), keepdims=1)  # [1]
         total = build("Add", longest, count)
         one = build.ints("one_row", [1])
         seqlens = build("Cast", build("Sub", build("Add", past, count), one), to=ir.DataType.INT32.value)
         scalar_total = build("Squeeze", build("Cast", total, to=ir.DataType.INT32.value), build.ints("axis_0", [0]))
-        older = build("Sub", total, build("Shape", tree_mask, start=2, end=3))  # [1]: total - M
+        older = build("Sub", total, build("Shape", mask, start=2, end=3))  # [1]: total - M
         always = build(
             "Expand", build.constant("true", [[[True]]], np.bool_), build("Concat", rows, count, older, axis=0)
         )
-        visible = build("Concat", always, tree_mask, axis=-1)
+        visible = build("Concat", always, mask, axis=-1)
 
         replaced = {SEQLENS_K: seqlens, TOTAL_LENGTH: scalar_total}
         for name, value in inputs.items():
             if name and name.startswith("attention_bias"):
                 window = None if name == bias_name(None) else int(name.rsplit("_", 1)[1])
-                seen = (
-                    visible if window is None else self._in_window(build, visible, positions, tree_mask, older, window)
-                )
+                seen = visible if window is None else self._in_window(build, visible, places, mask, older, window)
                 assert value.dtype is not None
                 dtype = value.dtype.numpy()
                 bias = build(
@@ -79,6 +93,46 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         first = next(iter(graph))
         graph.insert_before(first, build.nodes)
         return ir.passes.PassResult(model, True)
+
+    def _twin(
+        self,
+        graph: ir.Graph,
+        build: _Builder,
+        count: ir.Value,
+        rows: ir.Value,
+        tree_mask: ir.Value,
+        positions: ir.Value,
+    ) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Rows as attention gets them: their number, what they see and their positions."""
+        one, zero = build.ints("one_row", [1]), build.ints("axis_0", [0])
+        lone = build("Equal", build("Mul", count, rows), one)  # B = T = 1
+        extra = build("Cast", lone, to=ir.DataType.INT64.value)
+        doubled = build("Add", count, extra)
+        scalar_zero, scalar_one = build.constant("zero", 0, np.int64), build.constant("one", 1, np.int64)
+        order = build("Range", scalar_zero, build("Squeeze", doubled, zero), scalar_one)
+        order = build("Min", order, build("Sub", count, one))  # 0 .. T-1, or 0 and 0
+        unseen = build(
+            "Expand", build.constant("false", [[[False]]], np.bool_), build("Concat", rows, doubled, extra, axis=0)
+        )
+        mask = build("Concat", build("Gather", tree_mask, order, axis=1), unseen, axis=-1)
+        placed = build("Gather", positions, order, axis=1)
+        for node in list(graph):
+            if node.op_type != "GroupQueryAttention":
+                continue
+            for slot in range(3):
+                if (source := node.inputs[slot]) is not None:
+                    twice = ir.node("Gather", [source, order], {"axis": 1})
+                    graph.insert_before(node, twice)
+                    node.replace_input_with(slot, twice.outputs[0])
+            once = ir.node("Slice", [node.outputs[0], zero, count, one])
+            ir.convenience.replace_all_uses_with(node.outputs[0], once.outputs[0])
+            once.replace_input_with(0, node.outputs[0])
+            once.outputs[0].shape, once.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+            node.outputs[0].shape = None
+            graph.insert_after(node, once)
+            if len(node.inputs) > POSITIONS and node.inputs[POSITIONS] is positions:
+                node.replace_input_with(POSITIONS, placed)
+        return doubled, mask, placed
 
     def _in_window(
         self,

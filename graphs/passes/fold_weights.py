@@ -23,7 +23,14 @@ class FoldWeights(ir.passes.InPlacePass):
     A tied table, which a Gather reads too, is thereby stored twice. One copy would do on disk (Gemm reads either
     order), but not in memory: ONNX Runtime packs what a product reads and gives the original back, unless it is shared.
     Then all of it stays mapped beside the packed copy; a table that only a Gather reads is paged in row by row.
+
+    Args:
+        part_bytes: largest size of a part; None leaves all weights whole.
     """
+
+    def __init__(self, part_bytes: int | None = PART_BYTES) -> None:
+        super().__init__()
+        self.part_bytes = part_bytes
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, modified = model.graph, False
@@ -35,7 +42,7 @@ class FoldWeights(ir.passes.InPlacePass):
                 continue
             tensor = source.const_value
             assert tensor is not None
-            count = -(-tensor.nbytes // PART_BYTES)
+            count = -(-tensor.nbytes // (self.part_bytes or tensor.nbytes))
             bounds = np.linspace(0, tensor.shape[0], count + 1).astype(int).tolist()  # type: ignore[call-overload]
             parts = [self._part(graph, source, *span) for span in itertools.pairwise(bounds)]
             if count == 1:

@@ -11,7 +11,7 @@ import torch
 
 from speccompile.graphs import contract
 from speccompile.graphs.errors import TraceError
-from speccompile.graphs.passes import clean, finish_gqa_target
+from speccompile.graphs.passes import FoldWeights, clean, finish_gqa_target
 from speccompile.graphs.target import TargetTail, survey, trace_gqa
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtTarget
@@ -28,6 +28,8 @@ def test_a_llama_comes_down_to_its_products_and_kernels(name: str) -> None:
     clean(graph)
     traced = len(list(graph.graph))
     finish_gqa_target(graph)
+    FoldWeights()(graph)
+    clean(graph)
     counts = kinds(graph)
     tied = name == "llama-tied"
     # Per layer: packed QKV, attention's output, gate and up, down.

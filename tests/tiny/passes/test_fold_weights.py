@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speccompile.graphs.passes import FoldWeights, fold_weights
+from speccompile.graphs.passes import FoldWeights
 from tests.tiny.passes import apply, graph, kinds, normal, only
 
 X = [{"x": normal(2, 3, 8)}, {"x": normal(1, 1, 8)}]
@@ -66,11 +66,10 @@ def test_a_tied_table_is_copied_so_that_the_product_owns_what_it_packs() -> None
     assert [use.node.op_type for use in model.graph.initializers["W"].uses()] == ["Gather"]
 
 
-def test_a_large_weight_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fold_weights, "PART_BYTES", 5 * 8 * 4)  # five of twelve rows
+def test_a_large_weight_is_read_in_parts() -> None:
     table = normal(12, 8)
     model = graph(TIED, W=table)
-    assert apply(FoldWeights(), model, TIED_FEEDS)
+    assert apply(FoldWeights(part_bytes=5 * 8 * 4), model, TIED_FEEDS)  # five of twelve rows
     assert kinds(model) == {"Gather": 1, "MatMul": 3, "Concat": 1, "Neg": 1}
     stored = [node.inputs[1].const_value for node in model.graph if node.op_type == "MatMul"]  # type: ignore[union-attr]
     assert [tensor.shape.numpy() for tensor in stored if tensor is not None] == [(8, 4)] * 3  # type: ignore[union-attr]
