@@ -9,6 +9,7 @@ root     = accepted.bonus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from speccompile.runtime.drafters.lookahead import LookaheadDrafter
 from speccompile.runtime.drafters.medusa import MedusaDrafter
 from speccompile.runtime.drafters.plain import PlainDrafter
 from speccompile.runtime.drafters.prompt_lookup import PromptLookupDrafter
+from speccompile.runtime.pace import Pace
 from speccompile.runtime.sampling import Sampling, distribution, next_token
 from speccompile.runtime.stats import StageClock, Stats
 from speccompile.runtime.text import Text, TextStream
@@ -126,7 +128,8 @@ class Request:
 class Decoder:
     """A loaded bundle. Weights are held once; every `SequenceState` made by `new_sequence` has its own cache.
 
-    Calls that use the same sequence (or the default one) must not overlap in time; others may.
+    Calls that use the same sequence (or the default one) must not overlap in time; others may. `pace` steps back to
+    plain decoding while drafts lose; it is None, and every round drafts, where nobody has measured what rounds cost.
     """
 
     def __init__(
@@ -149,6 +152,11 @@ class Decoder:
                 )
         self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
         self.tree = bundle.tree
+        self.pace = Pace(manifest.costs) if manifest.costs is not None else None
+        # A node whose ancestors lie in the cache as they will when they are committed has the very logits of plain
+        # decoding. Elsewhere sums run in another order. That costs float32 its last bit, but where activations are
+        # rounded a last bit may tip an integer, and grows to whole logits.
+        self.in_order = manifest.graphs["target"].precision != "fp32"
         if self.heads is not None and self.heads.width != self.target.width:
             raise BundleError(
                 f"{bundle.path}: the target's features are {self.target.width} wide but medusa.onnx takes "
@@ -169,7 +177,7 @@ class Decoder:
     def new_sequence(self) -> SequenceState:
         """A fresh sequence with its own cache, for `generate(..., sequence=...)`."""
         draft_cache, manifest = None, self.bundle.manifest
-        if self.draft is not None and (info := manifest.drafting) is not None:
+        if self.draft is not None and (info := manifest.drafting) is not None and len(self.tree) > 1:
             draft_cache = self.draft.open(min(self.capacity + len(self.tree), info.max_length))
         return SequenceState(
             self.target.open(self.capacity), draft_cache=draft_cache, reads_ahead=int(manifest.eagle is not None)
@@ -208,10 +216,12 @@ class Decoder:
         Args:
             prompt: text (encoded as it is), token ids, or chat messages [{"role": ..., "content": ...}].
             temperature: 0 is greedy. With a seed, the same tokens come out with and without speculation, unless a draft
-                model or EAGLE head draws its guesses from the same numbers; then only the distribution is the same.
+                model or EAGLE head draws its guesses from the same numbers; then only the distribution is the same (in
+                a tuned bundle also between two answers, as those before decide which rounds draft).
             processor: called with (token ids so far, logits [V]); returns the logits to use.
             stop: strings that end the answer; they are not part of its text.
-            speculate: False decodes plainly with the same graph.
+            speculate: False decodes plainly with the same graph. So does a bundle whose tree is the root alone, and
+                every round in which `pace` expects no gain.
             acceptance: "exact" (lossless), or "typical": Medusa's rule, NOT lossless.
             sequence: where keys and values live; by default one that this decoder keeps, so that a conversation
                 runs only what is new in it.
@@ -280,6 +290,7 @@ class Decoder:
         clock = StageClock(stats)
         sequence.answer = answer
         drafter = self._drafter(request, sequence)
+        pace = None if isinstance(drafter, PlainDrafter) else self.pace
         clock.start()
         root = self._prefill(request, sequence, drafter, stats, clock)
         answer.take([root])
@@ -297,8 +308,12 @@ class Decoder:
                     "(sequence=decoder.new_sequence())."
                 )
             clock.start()
-            draft = drafter.propose(root, room, request.max_new_tokens - len(answer.token_ids) - 1)
+            depth, past = request.max_new_tokens - len(answer.token_ids) - 1, sequence.cache.length
+            drafts = pace is None or pace.drafts()
+            draft = drafter.propose(root, room, depth) if drafts else drafter.propose(root, 1, 0)
             clock.add("draft", drafter.seconds)
+            if self.in_order and not isinstance(drafter, LookaheadDrafter):  # whose other rows look ahead
+                draft = draft.one_path()
             output = self._verify(draft, sequence.cache)
             clock.add("verify", sequence.cache.seconds)
             with clock.stage("accept"):
@@ -315,7 +330,10 @@ class Decoder:
             stats.tested += sum(1 for node in nodes if draft.tree.children[node])
             stats.accepted += len(nodes) - 1
             stats.bonus += kept == len(new)
-            stats.longest_round = max(stats.longest_round, kept)
+            stats.count_round(kept)
+            stats.plain_rounds += not drafts
+            if drafts and pace is not None:
+                stats.stepped_back += pace.note(len(draft.tree), past, kept)
         stats.emitted = len(answer.token_ids)
         if (growing := _growing(drafter)) is not None:
             stats.draft_calls, stats.draft_step_seconds = growing.calls, growing.step_seconds
@@ -328,7 +346,7 @@ class Decoder:
         """A drafter for one answer."""
         manifest, tree, tokens = self.bundle.manifest, self.tree, sequence.tokens
         eos_ids, lookup, ahead = frozenset(manifest.eos_ids), manifest.lookup, manifest.lookahead
-        if not request.speculate or manifest.method == "plain":
+        if not request.speculate or manifest.method == "plain" or len(tree) == 1:
             return PlainDrafter()
         if ahead is not None and ahead.window:
             return LookaheadDrafter(tokens, ahead, eos_ids)
@@ -351,7 +369,7 @@ class Decoder:
             )
         if lookup is None:
             return first or PlainDrafter()
-        budget = tree if isinstance(tree, DynamicTree) else DynamicTree(max(len(tree), 2))
+        budget = tree if isinstance(tree, DynamicTree) else DynamicTree(len(tree))
         looking_up = PromptLookupDrafter(tokens, lookup, budget, eos_ids)
         return looking_up if first is None else CombinedDrafter(first, looking_up, budget.nodes, budget.floor)
 
@@ -378,9 +396,11 @@ class Decoder:
         return cache.run(draft.tokens, cache.length + tree.depths, tree.mask, tree.nodes)
 
     def _accept(self, draft: Draft, output: StepOutput, request: Request, before: list[int]) -> Accepted:
-        sampling, root = request.sampling, int(draft.tokens[0])
+        sampling, root, tree = request.sampling, int(draft.tokens[0]), draft.tree
+        if self.in_order:
+            tree = tree.trunk
         if not sampling.needs_logits:
-            accepted = accept_greedy(draft.tree, draft.tokens, output.next_ids[0])
+            accepted = accept_greedy(tree, draft.tokens, output.next_ids[0])
             _require_finite(output, accepted.nodes)
             return accepted
 
@@ -388,10 +408,10 @@ class Decoder:
             return distribution(output.logits[0, node], [*before, root, *path], sampling)
 
         if request.acceptance == "typical" and request.speculate:
-            return accept_typical(draft.tree, draft.tokens, distribution_at, request.uniform)
+            return accept_typical(tree, draft.tokens, distribution_at, request.uniform)
         if draft.sampled_from is not None:
-            return accept_drawn(draft.tree, draft.tokens, distribution_at, draft.sampled_from, request.uniform)
-        return accept_sampled(draft.tree, draft.tokens, distribution_at, request.uniform)
+            return accept_drawn(tree, draft.tokens, distribution_at, draft.sampled_from, request.uniform)
+        return accept_sampled(tree, draft.tokens, distribution_at, request.uniform)
 
     def _next_token(self, output: StepOutput, row: int, request: Request, context: list[int]) -> int:
         if not request.sampling.needs_logits:
@@ -454,7 +474,7 @@ def _require_finite(output: StepOutput, rows: Sequence[int]) -> None:
         GenerationError: when one is not a number (a damaged or overflowing model would otherwise babble on).
     """
     # The maximum, not the logit of the argmax: ONNX Runtime's ArgMax passes over NaN, numpy's max does not.
-    if not np.isfinite(output.logits[0, list(rows)].max(-1)).all():
+    if not all(math.isfinite(output.logits[0, row].max()) for row in rows):
         raise GenerationError("logits: they are not finite (NaN or infinity); the model overflows or is damaged.")
 
 

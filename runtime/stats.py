@@ -17,11 +17,13 @@ class Stats:
 
     Args:
         rounds: target calls after the prefill.
+        plain_rounds: those that did not draft, because drafts had cost more than they gained (see `runtime.pace`).
+        stepped_back: how often that began in this answer; it may also have begun in an earlier one.
         drafted: guesses verified, roots not counted.
         tested: times that the target's own token was looked for among guesses; `accepted` of them were found.
         accepted: guesses kept.
         bonus: tokens that the target added by itself, one per round.
-        longest_round: most tokens that one round emitted.
+        rounds_by_length: [k] counts the rounds that emitted k tokens; as long as the longest one needs.
         emitted: new tokens of the answer, the first one (from the prefill) included.
         lossless: False when an acceptance rule was asked for that changes the distribution.
         prompt_tokens, reused_tokens: length of the prompt, and how many of it were already in the cache.
@@ -32,11 +34,13 @@ class Stats:
     """
 
     rounds: int = 0
+    plain_rounds: int = 0
+    stepped_back: int = 0
     drafted: int = 0
     tested: int = 0
     accepted: int = 0
     bonus: int = 0
-    longest_round: int = 0
+    rounds_by_length: list[int] = field(default_factory=list)
     emitted: int = 0
     lossless: bool = True
     prompt_tokens: int = 0
@@ -47,8 +51,14 @@ class Stats:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Tokens emitted per round, bonus included; plain decoding is 1. The prefill's token is not counted."""
+        """Tokens emitted per round of any kind, bonus included; plain decoding is 1. The prefill's token is not
+        counted."""
         return (self.emitted - 1) / self.rounds if self.rounds else 0.0
+
+    @property
+    def longest_round(self) -> int:
+        """Most tokens that one round emitted."""
+        return max(len(self.rounds_by_length) - 1, 0)
 
     @property
     def acceptance_rate(self) -> float:
@@ -61,8 +71,13 @@ class Stats:
         return sum(seconds for stage, seconds in self.seconds.items() if stage != "prefill")
 
     def to_json(self) -> dict[str, Any]:
-        derived = {"mean_accepted_tokens": self.mean_accepted_tokens, "acceptance_rate": self.acceptance_rate}
-        return {**asdict(self), **derived}
+        derived = ("mean_accepted_tokens", "acceptance_rate", "longest_round")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def count_round(self, tokens: int) -> None:
+        """A round emitted so many tokens."""
+        self.rounds_by_length += [0] * (tokens + 1 - len(self.rounds_by_length))
+        self.rounds_by_length[tokens] += 1
 
 
 class StageClock:

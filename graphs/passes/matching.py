@@ -79,6 +79,8 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
 
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Let `new` stand for `old` everywhere, under its name, with its shape and dtype, as a graph output too."""
-    new.shape, new.dtype, name = old.shape, old.dtype, old.name
+    new.shape, name = old.shape, old.name
+    if old.dtype is not None:
+        new.dtype = old.dtype
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     old.name, new.name = f"{name}.replaced", name

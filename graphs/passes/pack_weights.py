@@ -35,14 +35,23 @@ class PackWeights(ir.passes.InPlacePass):
     Args:
         bits, block, zeros: what `rounding` gives: bits per weight, weights per scale, and whether blocks have a zero.
         rounding: rounds one table; called while the graph is written, once for each tensor that is made of it.
+        accepts: leaves the products that it says no to as they are.
     """
 
-    def __init__(self, rounding: Rounding = to_int8, *, bits: int = 8, block: int = BLOCK, zeros: bool = False) -> None:
+    def __init__(
+        self,
+        rounding: Rounding = to_int8,
+        *,
+        bits: int = 8,
+        block: int = BLOCK,
+        zeros: bool = False,
+        accepts: Callable[[ir.Node], bool] = lambda _: True,
+    ) -> None:
         super().__init__()
-        self.rounding, self.bits, self.block, self.zeros = rounding, bits, block, zeros
+        self.rounding, self.bits, self.block, self.zeros, self.accepts = rounding, bits, block, zeros, accepts
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        found = products(model)
+        found = [node for node in products(model) if self.accepts(node)]
         for node in found:
             self._pack(model.graph, node)
         if found:

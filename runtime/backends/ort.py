@@ -1,7 +1,7 @@
 """ONNX Runtime: loaded graphs, and the key/value cache of one sequence bound to them in place.
 
-Past and present of every layer are bound to one numpy buffer, so that a step writes its rows where they stay.
-Bindings are made once per shape (tokens, rows) and reused: a step fills input buffers and runs.
+Past and present of every layer are bound to one numpy buffer, so that a step writes its rows where they stay. What else
+a call reads and writes are slices of a few buffers that calls of all shapes share: a step fills inputs and runs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,7 +25,11 @@ from speccompile.graphs import contract
 from speccompile.graphs.errors import BundleError, GenerationError
 
 CPU_PROVIDER = "CPUExecutionProvider"
-KEPT_BINDINGS = 16
+KEPT_SHAPES = 128
+"""Of the calls of one cache; trees that are grown anew in every round come in dozens. A shape takes some kilobytes."""
+
+ROOM = 16
+"""Buffers grow by so many tokens or rows, so that a new largest tree rarely makes new ones."""
 
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -60,6 +65,8 @@ def open_session(
         )
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if saturates():
+        options.add_session_config_entry("session.x64quantprecision", "1")
     if _pool_is_shared:
         options.use_per_session_threads = False
     else:
@@ -95,6 +102,20 @@ def share_threads(threads: int | None = None) -> None:
     _pool_is_shared = True
 
 
+@cache
+def saturates() -> bool:
+    """Whether this CPU's products of bytes and signed bytes may saturate: an x86 without VNNI, or one that cannot be
+    asked. ONNX Runtime then has to be told to take another kernel; it must not be told so elsewhere, where that kernel
+    takes twice the time for eight rows."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+    except OSError:
+        return True
+    return "vnni" not in flags
+
+
 def available_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -102,7 +123,7 @@ def available_cores() -> int:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one call of a target leaves: views into buffers that the next call of the same shape overwrites.
+    """What one call of a target leaves: views into buffers that the next call with the same cache overwrites.
 
     Args:
         next_ids: int64 [B,R].
@@ -158,13 +179,13 @@ class OrtCache:
         self.target, self.capacity, self.batch = target, capacity, batch
         self.length = 0
         self.seconds = 0.0  # inside the backend, in the last call
-        shape = (2 * target.layers, batch, target.kv_heads, capacity, target.head_dim)
+        rows = capacity + 1  # one for the twin of a lone token, see graphs.passes.derive_gqa_inputs
+        shape = (2 * target.layers, batch, target.kv_heads, rows, target.head_dim)
         # An anonymous map of plain pages: only rows that are written take memory. numpy asks for huge pages, of which
         # the few rows of a short text would touch nearly all.
         pages = mmap.mmap(-1, math.prod(shape) * np.dtype(target.kv_dtype).itemsize)
         self.buffer = np.frombuffer(pages, target.kv_dtype).reshape(shape)
-        self._values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
-        self._bindings: OrderedDict[tuple[int, int, int], _Binding] = OrderedDict()
+        self._binding: _Binding | None = None  # made by the first call
 
     def run(
         self,
@@ -188,17 +209,22 @@ class OrtCache:
             GenerationError: when the new rows would not fit the cache.
         """
         tokens, masked = input_ids.shape[-1], tree_mask.shape[-1]
-        past = np.array([self.length + masked - tokens] * self.batch) if past_length is None else past_length
-        if int(past.max()) + tokens > self.capacity:
+        past = self.length + masked - tokens if past_length is None else past_length
+        longest = past if isinstance(past, int) else int(past.max())
+        if longest + tokens > self.capacity:
             raise GenerationError(
-                f"cache: {tokens} new tokens behind {int(past.max())} do not fit its capacity of {self.capacity}."
+                f"cache: {tokens} new tokens behind {longest} do not fit its capacity of {self.capacity}."
             )
-        binding = self._binding(tokens, masked, len(logit_rows))
-        binding.fill(input_ids, position_ids, tree_mask, past, logit_rows, features)
+        if self._binding is None:
+            self._binding = _Binding(self.target, self.buffer)
+        call = self._binding.take(tokens, masked, len(logit_rows))
+        given = (input_ids, position_ids, tree_mask, past, logit_rows, features)
+        for part, value in zip(call.inputs.values(), given, strict=False):  # only heads have a part for `features`
+            part.array[...] = value
         before = perf_counter()
-        self.target.session.run_with_iobinding(binding.io)
+        self.target.session.run_with_iobinding(self._binding.io)
         self.seconds = perf_counter() - before
-        return binding.output
+        return call.output
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keep the rows `nodes` (ascending, relative to the current length) of the last calls, in this order, and
@@ -214,53 +240,107 @@ class OrtCache:
         assert 0 <= length <= self.length
         self.length = length
 
-    def _binding(self, tokens: int, masked: int, rows: int) -> _Binding:
-        key = (tokens, masked, rows)
-        if key not in self._bindings:
-            self._bindings[key] = _Binding(self.target, self._values, self.batch, *key)
-            if len(self._bindings) > KEPT_BINDINGS:
-                self._bindings.popitem(last=False)
-        self._bindings.move_to_end(key)
-        return self._bindings[key]
+
+@dataclass(frozen=True)
+class _Part:
+    """An array that a call reads or writes, and the value that binds it."""
+
+    array: Array
+    value: ort.OrtValue
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What calls of one shape read and write. `inputs` are in the order of `OrtCache.run`'s arguments."""
+
+    inputs: dict[str, _Part]
+    outputs: dict[str, _Part]
+    output: StepOutput
 
 
 class _Binding:
-    """Buffers and IOBinding for one shape of call."""
+    """The IOBinding of one cache. Keys and values are bound for good; when the shape of calls changes, what it changes
+    is bound anew, which takes microseconds."""
 
-    def __init__(
-        self, target: OrtTarget, cache: list[ort.OrtValue], batch: int, tokens: int, masked: int, rows: int
-    ) -> None:
+    def __init__(self, target: OrtTarget, cache: Array) -> None:
         self.io = target.session.io_binding()
-        self.inputs = {
-            contract.INPUT_IDS: np.zeros((batch, tokens), np.int64),
-            contract.POSITION_IDS: np.zeros((batch, tokens), np.int64),
-            contract.TREE_MASK: np.zeros((batch, tokens, masked), np.bool_),
-            contract.PAST_LENGTH: np.zeros((batch,), np.int64),
-            contract.LOGIT_ROWS: np.zeros((rows,), np.int64),
-        }
-        if target.features:
-            self.inputs[contract.FEATURES] = np.zeros((batch, tokens, target.features), np.float32)
-        outputs: dict[str, Array] = {
-            contract.NEXT_IDS: np.zeros((batch, rows), np.int64),
-            contract.LOGITS: np.zeros((batch, rows, target.vocab_size), np.float32),
-        }
-        if target.width:
-            outputs[contract.HIDDEN] = np.zeros((batch, tokens, target.width), np.float32)
-        if target.top_k:
-            outputs[contract.TOPK_IDS] = np.zeros((batch, rows, target.top_k), np.int64)
-            outputs[contract.TOPK_LOGPROBS] = np.zeros((batch, rows, target.top_k), np.float32)
-        self._kept = _bind(self.io, self.inputs, outputs)
-        names = zip(contract.past_names(target.layers), contract.present_names(target.layers), cache, strict=True)
-        for past, present, value in names:
+        self._target, self._batch = target, cache.shape[1]
+        self._buffers: dict[str, Array] = {}
+        self._parts: dict[tuple[str, tuple[int, ...]], _Part] = {}
+        self._calls: dict[tuple[int, int, int], _Call] = {}
+        self._bound: dict[str, _Part] = {}
+        self._last: _Call | None = None
+        self._kept = [ort.OrtValue.ortvalue_from_numpy(part) for part in cache]
+        names = zip(contract.past_names(target.layers), contract.present_names(target.layers), strict=True)
+        for (past, present), value in zip(names, self._kept, strict=True):
             self.io.bind_ortvalue_input(past, value)
             self.io.bind_ortvalue_output(present, value)
-        self.output = StepOutput(**outputs)
 
-    def fill(self, ids: Array, positions: Array, mask: Array, past: Array, rows: Array, features: Array | None) -> None:
-        for name, value in zip(contract.TARGET_INPUTS, (ids, positions, mask, past, rows), strict=True):
-            self.inputs[name][...] = value
-        if features is not None:
-            self.inputs[contract.FEATURES][...] = features
+    def take(self, tokens: int, masked: int, rows: int) -> _Call:
+        """What a call of `tokens` new tokens, a mask of `masked` and logits of `rows` reads and writes, bound."""
+        shape = (tokens, masked, rows)
+        call = self._calls.get(shape)
+        if call is None:
+            call = self._make(*shape)
+            self._calls[shape] = call
+        if call is not self._last:
+            self._last = call
+            self._bind(self.io.bind_ortvalue_input, call.inputs)
+            self._bind(self.io.bind_ortvalue_output, call.outputs)
+        return call
+
+    def _bind(self, bind: Callable[[str, ort.OrtValue], None], parts: Mapping[str, _Part]) -> None:
+        for name, part in parts.items():
+            if self._bound.get(name) is not part:
+                bind(name, part.value)
+                self._bound[name] = part
+
+    def _make(self, *shape: int) -> _Call:
+        if len(self._calls) == KEPT_SHAPES:
+            self._forget()
+        exact, roomy = self._shapes(*shape), self._shapes(*(-(-size // ROOM) * ROOM for size in shape))
+        parts = {
+            name: self._part(name, kind, sizes, math.prod(roomy[name][1])) for name, (kind, sizes) in exact.items()
+        }
+        inputs = {name: parts.pop(name) for name in (*contract.TARGET_INPUTS, contract.FEATURES) if name in parts}
+        return _Call(inputs, parts, StepOutput(**{name: part.array for name, part in parts.items()}))
+
+    def _shapes(self, tokens: int, masked: int, rows: int) -> dict[str, tuple[type, tuple[int, ...]]]:
+        """By name, dtype and shape of all that is not keys and values."""
+        target, batch = self._target, self._batch
+        shapes: dict[str, tuple[type, tuple[int, ...]]] = {
+            contract.INPUT_IDS: (np.int64, (batch, tokens)),
+            contract.POSITION_IDS: (np.int64, (batch, tokens)),
+            contract.TREE_MASK: (np.bool_, (batch, tokens, masked)),
+            contract.PAST_LENGTH: (np.int64, (batch,)),
+            contract.LOGIT_ROWS: (np.int64, (rows,)),
+            contract.NEXT_IDS: (np.int64, (batch, rows)),
+            contract.LOGITS: (np.float32, (batch, rows, target.vocab_size)),
+        }
+        if target.features:
+            shapes[contract.FEATURES] = (np.float32, (batch, tokens, target.features))
+        if target.width:
+            shapes[contract.HIDDEN] = (np.float32, (batch, tokens, target.width))
+        if target.top_k:
+            shapes[contract.TOPK_IDS] = (np.int64, (batch, rows, target.top_k))
+            shapes[contract.TOPK_LOGPROBS] = (np.float32, (batch, rows, target.top_k))
+        return shapes
+
+    def _part(self, name: str, kind: type, shape: tuple[int, ...], room: int) -> _Part:
+        """The front of the buffer `name`, which is made anew with `room` when it is too small."""
+        part = self._parts.get((name, shape))
+        if part is None:
+            size = math.prod(shape)
+            if name not in self._buffers or len(self._buffers[name]) < size:
+                self._forget()  # they hold the old one
+                self._buffers[name] = np.zeros(room, kind)  # pages that are never written take no memory
+            array = self._buffers[name][:size].reshape(shape)
+            part = self._parts[name, shape] = _Part(array, ort.OrtValue.ortvalue_from_numpy(array))
+        return part
+
+    def _forget(self) -> None:
+        self._calls.clear()
+        self._parts.clear()
 
 
 class OrtHeads:
@@ -276,8 +356,13 @@ class OrtHeads:
         self.hidden = np.zeros((1, 1, self.width), np.float32)
         shape = (1, 1, self.heads, self.top_k)
         self.ids, self.logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-        outputs: dict[str, Array] = {contract.TOPK_IDS: self.ids, contract.TOPK_LOGPROBS: self.logprobs}
-        self._kept = _bind(self.io, {contract.HIDDEN: self.hidden}, outputs)
+        arrays = (self.hidden, self.ids, self.logprobs)
+        self._kept = hidden_value, ids_value, logprobs_value = [
+            ort.OrtValue.ortvalue_from_numpy(array) for array in arrays
+        ]
+        self.io.bind_ortvalue_input(contract.HIDDEN, hidden_value)
+        self.io.bind_ortvalue_output(contract.TOPK_IDS, ids_value)
+        self.io.bind_ortvalue_output(contract.TOPK_LOGPROBS, logprobs_value)
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
         """hidden float32 [F] -> ids int64 [heads,K], logprobs float32 [heads,K]: views the next call overwrites."""
@@ -286,17 +371,6 @@ class OrtHeads:
         self.session.run_with_iobinding(self.io)
         self.seconds = perf_counter() - before
         return self.ids[0, 0], self.logprobs[0, 0]
-
-
-def _bind(io: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> list[ort.OrtValue]:
-    """Bind numpy buffers by reference; the returned values must outlive the binding."""
-    kept = []
-    for bind, arrays in ((io.bind_ortvalue_input, inputs), (io.bind_ortvalue_output, outputs)):
-        for name, array in arrays.items():
-            value = ort.OrtValue.ortvalue_from_numpy(array)
-            bind(name, value)
-            kept.append(value)
-    return kept
 
 
 def _first_line(error: Exception) -> str:

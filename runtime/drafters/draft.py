@@ -32,6 +32,26 @@ class Draft:
     probabilities: npt.NDArray[np.float64] | None = None
     sampled_from: Mapping[int, npt.NDArray[np.float64]] | None = None
 
+    def one_path(self) -> Draft:
+        """The draft cut down to a chain: from each node its likeliest child, or the first where guesses were drawn (a
+        choice among drawn tokens would bias what is emitted) or nothing is known of them."""
+        nodes = [0]
+        while children := self.tree.children[nodes[-1]]:
+            if self.sampled_from is not None or self.probabilities is None:
+                nodes.append(children[0])
+            else:
+                nodes.append(max(children, key=self.probabilities.__getitem__))
+        if len(nodes) == len(self.tree):
+            return self
+        return Draft(
+            self.tree.keep(nodes),
+            self.tokens[nodes],
+            None if self.probabilities is None else self.probabilities[nodes],
+            None
+            if self.sampled_from is None
+            else {place: q for place, node in enumerate(nodes) if (q := self.sampled_from.get(node)) is not None},
+        )
+
 
 class Drafter(Protocol):
     """Drafts for one answer. `seconds` is the backend time of the last `propose` or `observe`."""

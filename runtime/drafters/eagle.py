@@ -38,7 +38,6 @@ class EagleDrafter(GrowingDrafter):
             self._waiting = ()
             return
         self._waiting += (output.hidden[0, list(nodes)],)  # a copy, as the buffer is used again
-        assert self.cache.length + sum(map(len, self._waiting)) == len(self.tokens), "features and tokens must match"
         if growth is None:
             if len(self.tokens) > self.cache.length + 1:
                 self._read_waiting(self.tokens[self.cache.length + 1 :])
@@ -58,6 +57,7 @@ class EagleDrafter(GrowingDrafter):
     def _read_waiting(self, tokens: Sequence[int]) -> StepOutput:
         """Run as many of the waiting features as there are `tokens` to go with them; all rows stay in the cache."""
         features = np.concatenate(self._waiting)
+        assert self.cache.length + len(features) == len(self.tokens), "features and tokens must match"
         self._waiting = (features[len(tokens) :],)
         return self._read(tokens, len(tokens), features[: len(tokens)])
 

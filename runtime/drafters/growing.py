@@ -10,6 +10,7 @@ token that has been drawn stays in the draft: to drop it for what it is would bi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -286,8 +287,8 @@ class GrowingDrafter(ABC):
         if settings is None:
             assert output.topk_ids is not None and output.topk_logprobs is not None
             # Rounding may leave a logarithm above 0, and a child may not be more probable than its parent.
-            probabilities = np.exp(np.minimum(output.topk_logprobs[0, row, :count], 0), dtype=np.float64)
-            return list(zip(output.topk_ids[0, row, :count].tolist(), probabilities.tolist(), strict=True))
+            probabilities = [math.exp(min(logprob, 0.0)) for logprob in output.topk_logprobs[0, row, :count].tolist()]
+            return list(zip(output.topk_ids[0, row, :count].tolist(), probabilities, strict=True))
         q = self._distribution(output.logits[0, row], [*self.tokens, *growth.path(node)], settings)
         if self._drawn_as is None:
             tokens = _best(q, count)

@@ -10,7 +10,7 @@ from speccompile.compiler.prove import TIE_GAP, first_difference, top_two_gap
 from speccompile.graphs.settings import LookupSettings
 from speccompile.graphs.tree import DynamicTree, TokenTree
 from speccompile.runtime import Decoder
-from speccompile.tools.bench import lookahead_variant, lookup_variant, variant
+from speccompile.tools.bench.contestants import lookahead_variant, lookup_variant, variant
 from speccompile.tools.prompts import first_turns
 
 pytestmark = pytest.mark.real

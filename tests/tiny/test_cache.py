@@ -12,7 +12,8 @@ import pytest
 from speccompile.graphs.errors import GenerationError
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime import Decoder
-from speccompile.runtime.backends.ort import KEPT_BINDINGS, OrtCache
+from speccompile.runtime.backends import ort as backend
+from speccompile.runtime.backends.ort import OrtCache
 
 Array = npt.NDArray[Any]
 LAYERS, KV_HEADS, HEAD_DIM = 2, 3, 4
@@ -117,14 +118,18 @@ def test_the_rows_asked_for_are_the_rows_given(tiny_decoder: Decoder) -> None:
         )
 
 
-def test_bindings_are_reused_and_their_number_is_bounded(tiny_decoder: Decoder) -> None:
-    """More shapes than are kept, in changing order: results stay those of a fresh cache."""
+def test_shapes_in_any_order_give_what_a_fresh_cache_gives(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More shapes than are kept, and buffers that grow under the shapes that were there before."""
+    monkeypatch.setattr(backend, "KEPT_SHAPES", 7)
+    monkeypatch.setattr(backend, "ROOM", 4)
     cache = tiny_decoder.target.open(64)
     ids = ids_of(tiny_decoder, 40)
     step(cache, ids[:8], TokenTree.chain(7))
     cache.commit(range(8))
     wanted = {}
-    for tokens in range(1, KEPT_BINDINGS + 7):
+    for tokens in range(1, 20):
         fresh = tiny_decoder.target.open(64)
         step(fresh, ids[:8], TokenTree.chain(7))
         fresh.commit(range(8))
@@ -133,22 +138,41 @@ def test_bindings_are_reused_and_their_number_is_bounded(tiny_decoder: Decoder) 
     for tokens in [*wanted, *rng.permutation(list(wanted)), *wanted, 1, 1, 2, 1]:
         got = step(cache, ids[8 : 8 + int(tokens)], TokenTree.chain(int(tokens) - 1))
         np.testing.assert_array_equal(got, wanted[int(tokens)])
-        assert len(cache._bindings) <= KEPT_BINDINGS
-    kept = cache._bindings[1, 1, 1]
-    step(cache, ids[:2], TokenTree.chain(1))
-    step(cache, ids[:1], TokenTree.chain(0))
-    assert cache._bindings[1, 1, 1] is kept
+        assert len(cache._binding._calls) <= 7
 
 
-def test_the_shape_used_last_is_evicted_last(tiny_decoder: Decoder) -> None:
+def test_known_shapes_allocate_and_bind_nothing_that_is_there(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tiny_decoder.target.open(64)
-    ids = ids_of(tiny_decoder, 40)
-    for tokens in range(1, KEPT_BINDINGS + 1):
+    ids = ids_of(tiny_decoder, 9)
+    for tokens in (3, 9, 1):
         step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
-    step(cache, ids[:1], TokenTree.chain(0))  # (1, 1, 1) is the oldest, and used again
-    step(cache, ids[: KEPT_BINDINGS + 1], TokenTree.chain(KEPT_BINDINGS))
-    assert (1, 1, 1) in cache._bindings
-    assert (2, 2, 2) not in cache._bindings
+    binding = cache._binding
+    bound: list[str] = []
+    for kind in ("input", "output"):
+        bind = getattr(binding.io, f"bind_ortvalue_{kind}")
+        spy = lambda name, value, bind=bind: (bound.append(name), bind(name, value))  # noqa: E731
+        monkeypatch.setattr(binding.io, f"bind_ortvalue_{kind}", spy)
+    monkeypatch.setattr(binding, "_make", None)  # a call would be an error
+    monkeypatch.setattr(binding, "_part", None)
+    step(cache, ids[:1], TokenTree.chain(0))
+    assert bound == []
+    step(cache, ids, TokenTree.chain(8))
+    assert sorted(bound) == ["hidden", "input_ids", "logit_rows", "logits", "next_ids", "position_ids", "tree_mask"]
+
+
+def test_outputs_of_all_shapes_share_one_buffer(tiny_decoder: Decoder) -> None:
+    """A vocabulary's width for each row of each shape would be most of what a sequence takes."""
+    cache = tiny_decoder.target.open(64)
+    ids = ids_of(tiny_decoder, 16)
+    outputs = [
+        cache.run(ids[:tokens], TokenTree.chain(tokens - 1).depths, TokenTree.chain(tokens - 1).mask, np.arange(tokens))
+        for tokens in (3, 16, 1)
+    ]
+    addresses = {output.logits.ctypes.data for output in outputs}
+    assert len(addresses) == 1
+    assert [output.logits.shape[1] for output in outputs] == [3, 16, 1]
 
 
 def test_caches_of_one_target_do_not_touch_each_other(tiny_decoder: Decoder) -> None:
