@@ -118,6 +118,11 @@ def build(
         if method == "prompt-lookup":
             lookup = lookup or LookupSettings()
         chosen = tree or _default_tree(method, heads or draft or head, drafted, lookahead)
+        if precision != "fp32" and METHODS[method][1]:
+            if tree is None:
+                chosen = _one_path(chosen)
+            elif chosen != _one_path(chosen):
+                report(f"warning: --tree: only its likeliest path is run, as the target is in {precision}.")
         if drafted:
             _check_tree(drafted, chosen, source)
         limit = _max_length(source, max_length)
@@ -509,6 +514,15 @@ def _default_tree(
     if method == "eagle":
         return EAGLE_TREE
     return LOOKUP_TREE if method == "prompt-lookup" else ROOT_ALONE
+
+
+def _one_path(tree: DraftTree) -> DraftTree:
+    """What is left of a tree for a rounded target, whose runtime verifies chains (see `runtime.decoder`)."""
+    if isinstance(tree, DynamicTree):
+        return replace(tree, top_k=1)
+    if isinstance(tree, AdaptiveChain) or len(tree) == tree.max_depth + 1:
+        return tree
+    return TokenTree.chain(tree.max_depth)
 
 
 def _top_k(tree: DraftTree, draft_vocabulary: int | None) -> int:

@@ -22,9 +22,10 @@ from speccompile.runtime import Decoder, load
 from speccompile.runtime import pace as pacing
 from speccompile.runtime.acceptance import accept_drawn
 from speccompile.runtime.decoder import Generation
+from speccompile.runtime.drafters import growing
 from speccompile.runtime.drafters.draft import Draft
 from speccompile.runtime.drafters.eagle import EagleDrafter
-from speccompile.runtime.drafters.prompt_lookup import PromptLookupDrafter
+from speccompile.runtime.drafters.prompt_lookup import PRIOR, PromptLookupDrafter
 from speccompile.runtime.pace import FIRST_PAUSE, LONGEST_PAUSE, PROBE, WINDOW, Pace
 from speccompile.runtime.sampling import draw
 from tests.tiny.chances import outcomes
@@ -71,7 +72,7 @@ def test_a_probe_that_wins_resets_everything() -> None:
 
 @pytest.mark.parametrize(("twos", "stays"), [(64, True), (63, False)])
 def test_the_line_is_where_tokens_pay_for_their_rounds(twos: int, stays: bool) -> None:
-    """Windows are judged as a whole: 64 rounds of 20 ms are worth 128 plain steps of 10 ms, no matter which emits what."""
+    """A window is judged as a whole: 64 rounds of 20 ms must emit 128 tokens of 10 ms, no matter which emits what."""
     pace = Pace(COSTS)
     stepped_back = [pace.note(2, 0, 2 if number < twos else 1) for number in range(64)]
     assert stepped_back == [False] * 63 + [not stays]
@@ -283,7 +284,7 @@ def drafts_of(decoder: Decoder, prompt: Ids, count: int, monkeypatch: pytest.Mon
 def test_after_a_pause_drafts_are_those_of_a_fresh_drafter(
     every: list[tuple[str, Decoder]], pause: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that has been given the same text as a prompt. Lookahead decoding is left out: its window starts at random."""
+    """One that was given the same text as a prompt. Lookahead decoding is left out: its window starts at random."""
     prompt, compared = every[0][1].encode(TEXTS[2])[-40:], 0
     for name, decoder in every:
         if name.startswith("lookahead") and not name.startswith("lookahead (0"):
@@ -313,37 +314,27 @@ def test_lookahead_goes_on_with_its_window_after_a_pause(every: list[tuple[str, 
                 assert ours.stats.accepted > whole.stats.accepted / 3 > 0, name
 
 
-def test_prompt_lookup_learns_through_a_pause(tiny_decoder: Decoder) -> None:
+def test_prompt_lookup_learns_through_a_pause() -> None:
     """Token by token, as if it had drafted."""
-    rng, tokens = np.random.default_rng(1), [1, 2, 3, 1, 2, 4]
-    text = [*rng.integers(1, 5, 120).tolist()]
-    lookups = [PromptLookupDrafter(live, LookupSettings(), DynamicTree(12), []) for live in (tokens, list(tokens))]
-    awake, paused = lookups
-    for drafter in lookups:
-        drafter.propose(5, 12, 12)
-    for place, token in enumerate(text):
-        for drafter in lookups:
-            drafter.tokens.append(5 if place == 0 else text[place - 1])  # type: ignore[attr-defined]
-        awake.propose(token, 12, 12)
-        assert len(paused.propose(token, 1, 0).tree) == 1
-    ours, theirs = (drafter.propose(text[-1], 12, 12) for drafter in (paused, awake))
-    assert paused.accuracy != list(pacing_prior())
-    assert paused.accuracy == awake.accuracy
-    assert ours.tree == theirs.tree and len(ours.tree) > 1
-    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-
-
-def pacing_prior() -> Sequence[float]:
-    from speccompile.runtime.drafters.prompt_lookup import PRIOR
-
-    return PRIOR
+    text: Ids = np.random.default_rng(1).integers(1, 5, 120).tolist()
+    tokens = text[:6], text[:6]
+    awake, paused = (PromptLookupDrafter(live, LookupSettings(), DynamicTree(12), []) for live in tokens)
+    for place in range(6, len(text)):
+        ours = awake.propose(text[place], 12, 12)
+        if place in (6, len(text) - 1):
+            theirs = paused.propose(text[place], 12, 12)
+            assert theirs.tree == ours.tree and len(ours.tree) > 1
+            np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+        else:
+            assert len(paused.propose(text[place], 1, 0).tree) == 1
+        for live in tokens:
+            live.append(text[place])
+    assert awake.accuracy == paused.accuracy != list(PRIOR)
 
 
 def test_a_head_reads_a_long_pause_in_chunks(
     eagle_decoder: Decoder, draft_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speccompile.runtime.drafters import growing
-
     monkeypatch.setattr(growing, "CATCH_UP_CHUNK", 5)
     for decoder in (changed(eagle_decoder, EAGLE_2["EAGLE-2"]), changed(draft_decoder, DynamicTree(8, 0.02))):
         prompt = decoder.encode(TEXTS[1])[-20:]
@@ -356,6 +347,7 @@ def test_a_head_reads_a_long_pause_in_chunks(
 def test_a_seed_draws_the_same_tokens_whatever_pauses(every: list[tuple[str, Decoder]]) -> None:
     """Where guesses are chosen: each token takes one number, from whichever round."""
     prompt, rng = every[0][1].encode(TEXTS[0])[-40:], np.random.default_rng(2)
+    drafted = plain_rounds = 0
     for name, decoder in every:
         if ("draft" in name or "EAGLE" in name) and "dynamic" not in name:
             continue  # these draw their guesses
@@ -364,11 +356,13 @@ def test_a_seed_draws_the_same_tokens_whatever_pauses(every: list[tuple[str, Dec
             pauses = Script((rng.random(24) < 0.6).tolist())
             ours = fresh(paced(decoder, pauses), prompt, **options)
             assert ours.token_ids == fresh(decoder, prompt, speculate=False, **options).token_ids, name
-            assert ours.stats.plain_rounds and ours.stats.drafted
+            drafted, plain_rounds = drafted + ours.stats.drafted, plain_rounds + ours.stats.plain_rounds
+        assert plain_rounds, name
+    assert drafted > 300
 
 
 def test_a_losing_bundle_steps_back_across_answers_and_says_so(tiny_decoder: Decoder) -> None:
-    """Every node as dear as a plain step: nothing can pay. The state outlives answers, and a second decoder repeats it."""
+    """Every node as dear as a plain step: nothing can pay. The state outlives answers, and a new decoder repeats it."""
     dear = Costs([1, 2], [0], [[10.0, 20.0]], draft=1.0)
     prompts = [tiny_decoder.encode(text)[-40:] for text in TEXTS]
     runs = []
@@ -408,7 +402,7 @@ def test_costs_come_from_the_manifest(tiny_bundle: Path, tmp_path: Path) -> None
     decoder = load(bundle, threads=1)
     prompt = decoder.encode(TEXTS[0])[-40:]
     stats = [fresh(decoder, prompt, max_new_tokens=50).stats for _ in range(6)]
-    assert sum(s.stepped_back for s in stats) == 1 and stats[-1].plain_rounds > 0
+    assert sum(s.stepped_back for s in stats) >= 1 and sum(s.plain_rounds for s in stats) >= FIRST_PAUSE
     edit_manifest(bundle, lambda manifest: manifest["costs"].update(tokens=[2, 8]))
     with pytest.raises(BundleError, match=r"manifest.json: field 'costs' is not usable: costs: tokens start at 2"):
         load(bundle, threads=1)

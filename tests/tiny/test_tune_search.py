@@ -145,7 +145,7 @@ def test_a_prediction_is_what_its_rounds_come_to() -> None:
 
 def test_only_trees_that_could_pay_are_recorded() -> None:
     costs = RoundCosts(CallCosts(Costs([1, 64], [10], [[1.0, 64.0]])))
-    assert worthwhile_nodes(costs, 5.0, 64) == 8  # 5 tokens would pay for 4 nodes
+    assert worthwhile_nodes(costs, 5.0, 64) == 8  # more than 4 cost 5 plain steps, but 8 are always tried
     assert worthwhile_nodes(costs, 13.0, 64) == 12
     assert worthwhile_nodes(costs, 100.0, 48) == 48
     assert worthwhile_nodes(costs, 5.0, 6) == 6

@@ -74,6 +74,7 @@ class RoundCosts:
     host: float = 0.0
     host_per_call: float = 0.0
     _known: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
+    _drafts: dict[tuple[int, ...], float] = field(default_factory=dict, compare=False, repr=False)
 
     def call(self, tokens: int, past: int) -> float:
         """The target's."""
@@ -84,14 +85,18 @@ class RoundCosts:
     def plain(self, past: int) -> float:
         return self.call(1, past) + self.plain_host
 
-    def drafting(self, calls: Sequence[int]) -> float:
+    def drafting(self, calls: tuple[int, ...]) -> float:
         """Inside the backend."""
-        return 0.0 if self.calls.draft is None else self.calls.draft.round(calls)
+        if self.calls.draft is None:
+            return 0.0
+        if calls not in self._drafts:
+            self._drafts[calls] = self.calls.draft.round(calls)
+        return self._drafts[calls]
 
     def outside(self, calls: Sequence[int]) -> float:
         return self.host + self.host_per_call * len(calls)
 
-    def round(self, tokens: int, past: int, calls: Sequence[int] = ()) -> float:
+    def round(self, tokens: int, past: int, calls: tuple[int, ...] = ()) -> float:
         """A round whose tree has `tokens` nodes and whose drafting took calls of so many rows."""
         return self.call(tokens, past) + self.drafting(calls) + self.outside(calls)
 

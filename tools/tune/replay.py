@@ -51,9 +51,14 @@ class Round:
 
 
 def replay(
-    sample: Sample, setting: Setting, recorded: Recorded, capacity: int, eos_ids: Collection[int]
+    sample: Sample,
+    setting: Setting,
+    recorded: Recorded,
+    capacity: int,
+    eos_ids: Collection[int],
+    in_order: bool = False,
 ) -> list[Round]:
-    """The rounds of `Decoder.generate` with this setting."""
+    """The rounds of `Decoder.generate` with this setting; `in_order` as it is of the decoder."""
     tokens, calls, answer = list(sample.prompt), list[int](), sample.answer
     drafter = replaying(setting, recorded, tokens, calls, eos_ids)
     drafter.observe(range(len(tokens)), UNSEEN)
@@ -61,6 +66,8 @@ def replay(
     while done < len(answer) and len(tokens) < capacity:
         calls.clear()
         draft = drafter.propose(answer[done - 1], capacity - len(tokens), sample.limit - done - 1)
+        if in_order:
+            draft = draft.one_path()
         following = answer[done:]
         nodes = walk(draft.tree, draft.tokens, lambda _, path: _token(following, len(path))).nodes  # noqa: B023
         kept = min(len(nodes), len(following))
@@ -90,7 +97,8 @@ def look_ahead(decoder: Decoder, sample: Sample, setting: Setting) -> list[Round
         tree, past = draft.tree, cache.length
         output = cache.run(draft.tokens, past + tree.depths, tree.mask, tree.nodes)
         following = answer[done:]
-        nodes = walk(tree, draft.tokens, lambda _, path: _token(following, len(path))).nodes  # noqa: B023
+        tested = tree.trunk if decoder.in_order else tree
+        nodes = walk(tested, draft.tokens, lambda _, path: _token(following, len(path))).nodes  # noqa: B023
         kept = min(len(nodes), len(following))
         rounds.append(Round(len(tree), past, (), kept))
         cache.commit(nodes[:kept])

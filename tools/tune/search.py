@@ -209,8 +209,8 @@ def predict(setting: Setting, rounds: Sequence[Round], costs: RoundCosts) -> Pre
     )
 
 
-def worthwhile_nodes(costs: RoundCosts, most_tokens: float, limit: int) -> int:
-    """The largest of NODES whose target call a round of `most_tokens` tokens could pay for; at least 8."""
+def worthwhile_nodes(costs: RoundCosts, dearest: float, limit: int) -> int:
+    """The largest of NODES whose target call costs less than `dearest` plain steps; at least 8."""
     past = costs.calls.target.pasts[0]
-    paid = [count for count in NODES if count <= limit and costs.call(count, past) < most_tokens * costs.plain(past)]
+    paid = [count for count in NODES if count <= limit and costs.call(count, past) < dearest * costs.plain(past)]
     return max([*paid, min(8, limit)])

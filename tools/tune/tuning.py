@@ -41,9 +41,9 @@ LEAST_GAIN = 1.02
 """A smaller predicted gain is none: it is about what the medians of two equal calls differ by, and sampled requests
 accept fewer guesses than the greedy ones that were counted."""
 
-MOST_TOKENS = 5.0
-"""Tokens a round that no drafter with a graph is expected to exceed: larger trees are not recorded than these would pay
-for."""
+DEAREST = 3.0
+"""Plain steps that a round's target call may cost: with a gain of 1.5, a dearer one would have to emit more than 4.5
+tokens, and larger trees take long to record."""
 
 OUTSIDE = ("host", "accept", "commit")  # stages of a round that are not the backend's
 TRIALS = 2  # answers that the loop's own time is taken from
@@ -98,7 +98,7 @@ def tune(
     samples = answer(decoder, tuned_on, max_new_tokens, report)
     report("timing the loop")
     costs = _round_costs(calls, decoder, samples)
-    largest = worthwhile_nodes(costs, MOST_TOKENS, min(NODES[-1], decoder.capacity // 2))
+    largest = worthwhile_nodes(costs, DEAREST, min(NODES[-1], decoder.capacity // 2))
     noted: list[tuple[Sample, Recorded]] = []
     for number, sample in enumerate(samples, 1):
         report(f"recording what is drafted, answer {number} of {len(samples)}")
@@ -176,7 +176,11 @@ def _search(decoder: Decoder, noted: Noted, costs: RoundCosts, largest: int, rep
 
     def score(setting: Setting) -> float:
         if setting not in predictions:
-            rounds = [r for sample, notes in noted for r in replay(sample, setting, notes, decoder.capacity, eos_ids)]
+            rounds = [
+                r
+                for sample, notes in noted
+                for r in replay(sample, setting, notes, decoder.capacity, eos_ids, decoder.in_order)
+            ]
             predictions[setting] = predict(setting, rounds, costs)
             report(f"searching, {len(predictions)} settings tried")
         return predictions[setting].speedup
@@ -192,7 +196,7 @@ def _search(decoder: Decoder, noted: Noted, costs: RoundCosts, largest: int, rep
         climb(family.axes, lambda *numbers: score(family.make(*numbers)))  # noqa: B023
     if manifest.lookahead is not None:
         few = noted[:: max(len(noted) // LIVE_SAMPLES, 1)]
-        tried = windows(manifest.lookahead, worthwhile_nodes(costs, MOST_TOKENS, NODES[-1]))
+        tried = windows(manifest.lookahead, worthwhile_nodes(costs, DEAREST, NODES[-1]))
 
         def look(setting: Setting, text: Noted) -> Prediction:
             report(f"trying {setting}")
