@@ -18,4 +18,4 @@ for room in "${rooms[@]}"; do ln -sfn "../../../$room" ".mypy_cache/src/speccomp
 MYPYPATH=.mypy_cache/src python -m mypy --explicit-package-bases "${rooms[@]/#/--package=speccompile.}"
 
 echo "== pytest"
-exec python -m pytest "$@"
+exec python -m pytest -n auto --dist loadfile "$@"
