@@ -1,9 +1,9 @@
 """Stepping back to plain decoding where speculation loses, and trying again later.
 
 `speccompile tune` has measured what a call costs on this machine; what a text lets a drafter guess shows only while it
-is decoded. So the rounds of a window are held against each other: they emitted so many tokens, which plain decoding
-would have paid one step each for, and they cost what the table says of their trees. No clock is read. Decisions follow
-from the tokens decoded so far, so they can be reproduced, and a busy machine does not change them.
+is decoded. So over a window of rounds, the tokens that they emitted, worth a plain step each, are held against what
+rounds with their trees cost by that table. No clock is read: decisions follow from the tokens decoded so far, so they
+can be reproduced, and a busy machine does not change them.
 
 Nor do they change what is emitted. A decision rests on rounds that are over and is made before anything is drawn for
 the next one. Whatever happened before, a round emits a piece of text as the target would continue it, with a tree or

@@ -34,7 +34,7 @@ class PackWeights(ir.passes.InPlacePass):
 
     Args:
         bits, block, zeros: what `rounding` gives: bits per weight, weights per scale, and whether blocks have a zero.
-        rounding: rounds one table; called while the graph is written, once for each tensor that is made of it.
+        rounding: rounds one table; called while the graph is written.
         accepts: leaves the products that it says no to as they are.
     """
 
@@ -49,6 +49,8 @@ class PackWeights(ir.passes.InPlacePass):
     ) -> None:
         super().__init__()
         self.rounding, self.bits, self.block, self.zeros, self.accepts = rounding, bits, block, zeros, accepts
+        # A table's integers, scales and zeros are written one after the other: only the last one is kept.
+        self._last: tuple[ir.Node, Rounded] | None = None
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         found = [node for node in products(model) if self.accepts(node)]
@@ -66,7 +68,9 @@ class PackWeights(ir.passes.InPlacePass):
         activation = str(source.name)
 
         def rounded() -> Rounded:
-            return self.rounding(activation, np.ascontiguousarray(tensor.numpy().T))
+            if self._last is None or self._last[0] is not node:
+                self._last = node, self.rounding(activation, np.ascontiguousarray(tensor.numpy().T))
+            return self._last[1]
 
         product = matmul_nbits(
             graph, source, str(table.name), rounded, (outer, inner), self.bits, self.block, self.zeros

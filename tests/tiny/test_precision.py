@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ from speccompile.graphs.manifest import Manifest
 from speccompile.graphs.settings import LookupSettings
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder, load
-from speccompile.runtime.backends.ort import OrtCache, OrtTarget, StepOutput
+from speccompile.runtime.backends.ort import OrtCache, OrtTarget, StepOutput, open_session
 from tests.tiny.conftest import EOS_IDS, TEXTS, Cli, random_heads, write_tokenizer
 from tests.tiny.models import tiny_model
-from tests.tiny.passes import Array, graph, kinds, normal, only, run
+from tests.tiny.passes import Array, Feed, graph, kinds, normal, run
 from tests.tiny.test_bundle import edit_manifest
 from tests.tiny.test_methods import DRAFT_TREES, TREE, answer, changed, lookahead_decoder, without_graphs
 
-VOCAB, WIDTH, LAYERS, LIMIT = 512, 128, 2, 192
+VOCAB, WIDTH, LAYERS, LIMIT = 672, 128, 2, 192
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
@@ -99,10 +100,12 @@ def save_model(folder: Path, case: Case, noise: float = 0.0, seed: int = 0) -> P
 
 
 @pytest.fixture(scope="module")
-def all_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
-    built = {}
-    for name, case in CASES.items():
-        folder = tmp_path_factory.mktemp(case.precision)
+def build_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """Builds each of `CASES` once, when it is first asked for."""
+
+    @cache
+    def make(name: str) -> Built:
+        case, folder = CASES[name], tmp_path_factory.mktemp("built")
         checkpoint = save_model(folder / "model", case)
         parts, tree = dict[str, Path](), None
         if case.method == "draft":
@@ -112,13 +115,14 @@ def all_built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
             write_heads(random_heads(WIDTH, target_fingerprint=read_model(checkpoint).fingerprint), parts["heads"])
         options: dict[str, Any] = {"method": case.method, "precision": case.precision, "tree": tree, **parts}
         manifest = build(checkpoint, folder / "bundle", **options)
-        built[name] = Built(case, checkpoint, folder / "bundle", manifest, load(folder / "bundle", threads=1), parts)
-    return built
+        return Built(case, checkpoint, folder / "bundle", manifest, load(folder / "bundle", threads=1), parts)
+
+    return make
 
 
 @pytest.fixture
-def built(name: str, all_built: dict[str, Built]) -> Built:
-    return all_built[name]
+def built(name: str, build_case: Callable[[str], Built]) -> Built:
+    return build_case(name)
 
 
 # ---- what is published ----
@@ -174,7 +178,7 @@ def test_quality_is_that_of_the_bundle_against_torch(built: Built) -> None:
     rise = np.log(figures["perplexity"] / figures["exact_perplexity"])
     assert np.mean(losses) - np.mean(exact_losses) == pytest.approx(rise, abs=0.02)
     assert np.mean(exact_losses) == pytest.approx(np.log(figures["exact_perplexity"]), rel=0.05)
-    least, most = {"int8": (0.93, 0.01), "int4": (0.6, 0.15)}[built.case.precision]
+    least, most = {"int8": (0.85, 0.02), "int4": (0.6, 0.15)}[built.case.precision]
     assert figures["top1_agreement"] > least and 0 < figures["kl_per_token"] < most
 
 
@@ -209,9 +213,9 @@ def test_every_table_is_stored_once(built: Built) -> None:
     assert size < bytes_each * parameters + rope + 8192 + 4096 * len(stored)
 
 
-def test_a_draft_model_reads_the_embedding_of_the_target(tmp_path: Path, all_built: dict[str, Built]) -> None:
+def test_a_draft_model_reads_the_embedding_of_the_target(tmp_path: Path, build_case: Callable[[str], Built]) -> None:
     """Here it has another one; with the target itself for a draft model, the table is not written again."""
-    built = all_built["int8 draft"]
+    built = build_case("int8 draft")
     assert not [span for span in spans(built.bundle, "draft").values() if span[1] >= VOCAB * WIDTH]
     build(built.checkpoint, tmp_path / "b", method="draft", precision="int8", draft=built.checkpoint, calibrate=False)
     table = next(span for span in spans(tmp_path / "b").values() if span[1] == VOCAB * WIDTH)
@@ -335,8 +339,8 @@ def test_sampled_tokens_are_those_of_plain_decoding(built: Built) -> None:
     for method, decoder, _ in as_methods(built):
         if "draft" in method and "lookup" not in method:
             continue
-        for seed in range(2):
-            ids, options = decoder.encode(TEXTS[seed]), {"temperature": 0.3, "seed": seed, "max_new_tokens": 48}
+        for seed in range(3):
+            ids, options = decoder.encode(TEXTS[seed]), {"temperature": 0.15, "seed": seed, "max_new_tokens": 64}
             found, plain = (answer(decoder, ids, speculate=speculate, **options) for speculate in (True, False))
             assert found.token_ids == plain.token_ids, method
             accepted += found.stats.accepted
@@ -347,17 +351,18 @@ def test_sampled_tokens_are_those_of_plain_decoding(built: Built) -> None:
 def test_a_conversation_goes_on_from_rows_that_were_verified(built: Built) -> None:
     decoder = without_graphs(built.decoder, method="prompt-lookup", lookup=LookupSettings(), eos_ids=[])
     decoder.draft = None
-    sequences = {speculate: decoder.new_sequence() for speculate in (True, False)}
-    text, accepted = decoder.encode(TEXTS[1]), 0
-    for turn in range(3):
-        found = {
-            speculate: decoder.generate(text, max_new_tokens=32, speculate=speculate, sequence=sequence)
-            for speculate, sequence in sequences.items()
-        }
-        assert found[True].token_ids == found[False].token_ids
-        assert found[True].stats.reused_tokens == found[False].stats.reused_tokens > 0 or turn == 0
-        text, accepted = [*text, *found[True].token_ids, 7, 8, turn], accepted + found[True].stats.accepted
-    assert accepted > 5
+    accepted = 0
+    for first in TEXTS[:4]:
+        text, sequences = decoder.encode(first), {speculate: decoder.new_sequence() for speculate in (True, False)}
+        for turn in range(2):
+            found = {
+                speculate: decoder.generate(text, max_new_tokens=60, speculate=speculate, sequence=sequence)
+                for speculate, sequence in sequences.items()
+            }
+            assert found[True].token_ids == found[False].token_ids
+            assert all((one.stats.reused_tokens > 60) == (turn > 0) for one in found.values())
+            text, accepted = [*text, *found[True].token_ids, 7, 8], accepted + found[True].stats.accepted
+    assert accepted > 10
 
 
 # ---- what is refused ----
@@ -438,6 +443,12 @@ def two_readers(rows: Array, blocks: Array) -> ir.Model:
     )
 
 
+def same_results(path: Path, feed: Feed, wanted: list[Array]) -> None:
+    """What is written computes what `run` gave, whose kernels are not fused."""
+    for got, want in zip(open_session(path, threads=1).run(None, dict(feed)), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_table_that_is_read_in_two_shapes_is_written_once(tmp_path: Path, same: bool) -> None:
     rng = np.random.default_rng(0)
@@ -453,8 +464,7 @@ def test_a_table_that_is_read_in_two_shapes_is_written_once(tmp_path: Path, same
         tensor = read.graph.initializers[name].const_value
         assert tensor is not None
         np.testing.assert_array_equal(tensor.numpy(), array)
-    for got, want in zip(run(read, feed), wanted, strict=True):
-        np.testing.assert_array_equal(got, want)
+    same_results(tmp_path / "target.onnx", feed, wanted)
     stored, size = spans(tmp_path), (tmp_path / "target.onnx.data").stat().st_size
     assert (stored["rows"] == stored["blocks"]) == same
     assert size // rows.nbytes == (1 if same else 2)
@@ -465,8 +475,7 @@ def test_a_table_that_is_read_in_two_shapes_is_written_once(tmp_path: Path, same
     assert {name: spans(tmp_path, "draft")[name] for name in ("rows", "blocks")} == {
         name: stored[name] for name in ("rows", "blocks")
     }
-    for got, want in zip(run(ir.load(tmp_path / "draft.onnx"), feed), wanted, strict=True):
-        np.testing.assert_array_equal(got, want)
+    same_results(tmp_path / "draft.onnx", feed, wanted)
 
 
 def test_equal_bytes_of_another_kind_are_not_taken_for_a_table(tmp_path: Path) -> None:
@@ -482,5 +491,20 @@ def test_equal_bytes_of_another_kind_are_not_taken_for_a_table(tmp_path: Path) -
     feed = {"x": normal(1, 2, 256), "z": normal(1, 2, 512)}
     wanted = run(model, feed)
     write_graph(model, tmp_path, "target")
-    for got, want in zip(run(ir.load(tmp_path / "target.onnx"), feed), wanted, strict=True):
-        np.testing.assert_array_equal(got, want)
+    same_results(tmp_path / "target.onnx", feed, wanted)
+
+
+def test_a_graph_may_be_written_to_two_folders(tmp_path: Path) -> None:
+    """As drafting graphs are, exact and rounded: each folder stands alone, whatever became of the other."""
+    model = graph(
+        "agraph (float[B,T,256] x) => (float[B,T,300] y) <float[B,T,300] z> { z = MatMul(x, W) y = Add(z, b) }",
+        W=normal(256, 300),
+        b=normal(300),
+    )
+    feed = {"x": normal(1, 2, 256)}
+    wanted = run(model, feed)
+    for name in ("exact", "rounded"):
+        (tmp_path / name).mkdir()
+        write_graph(model, tmp_path / name, "medusa")
+    shutil.rmtree(tmp_path / "exact")
+    same_results(tmp_path / "rounded" / "medusa.onnx", feed, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -419,7 +420,7 @@ def test_an_interrupt_leaves_the_old_manifest(
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning.os, "fsync", interrupted)
+        patch.setattr(os, "fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tuned(bundle, prompts, monkeypatch, 5.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -429,7 +430,7 @@ def test_an_interrupt_leaves_the_old_manifest(
     assert (bundle / "manifest.json").read_bytes() == before
     assert {path.name for path in bundle.iterdir()} == {path.name for path in tiny_bundle.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning.os, "access", lambda *_: False)
+        patch.setattr(os, "access", lambda *_: False)
         with pytest.raises(BundleError, match=r"copy.bundle: cannot be written.* use --dry-run"):
             tuned(bundle, prompts, monkeypatch, 5.0)
 

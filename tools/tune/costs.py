@@ -21,7 +21,7 @@ from speccompile.runtime.backends.ort import OrtCache, OrtTarget
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PASTS = (200, 1000)
 DRAFT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-SWEEPS = 7
+SWEEPS = 9
 
 Report = Callable[[str], None]
 

@@ -142,9 +142,9 @@ def record(
         return Recorded()
     eagle = decoder.bundle.manifest.eagle is not None
     features = _features(decoder, sample) if eagle else None
-    return Recorded(
-        grown={k: _grow(decoder, sample, DynamicTree(nodes, 0.0, depth, k), features) for k in top_ks}, eagle=eagle
-    )
+    named = [k for k in top_ks if k is None or k <= decoder.draft.top_k]
+    grown = {k: _grow(decoder, sample, DynamicTree(nodes, 0.0, depth, k), features) for k in named}
+    return Recorded(grown=grown, eagle=eagle)
 
 
 def _features(decoder: Decoder, sample: Sample) -> npt.NDArray[np.float32]:
