@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -53,6 +52,7 @@ DEFAULT_TOP_K = 10
 DRAFT_PRECISIONS = ("int8", "fp32")
 DRAFT_TREE = AdaptiveChain(8, 0.4)
 EAGLE_TREE = DynamicTree(10, 0.1, depth=5)  # SmolLM2-135M in fp32 on two CPU cores
+EXACT = "exact"  # folder with graphs before rounding, while a bundle is made
 TOKEN_MAP_FILE = "draft_tokens.npy"
 PROOF_CAPACITY = 1024  # tokens a sequence may hold while the bundle is proved
 VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "numpy")
@@ -105,9 +105,11 @@ def build(
     _check_parts(method, heads, draft, head, norms, lookahead, lookup, tree, draft_precision)
     if precision not in PRECISIONS:
         raise SpecCompileError(f"--precision: '{precision}' is unknown; use one of {', '.join(PRECISIONS)}.")
-    with staged(out, force) as folder, TemporaryDirectory() as scratch:
-        exact = Path(scratch) if draft_precision != "fp32" and METHODS[method][1] else None
-        exact_target = Path(scratch) if precision != "fp32" else None
+    with staged(out, force) as folder:
+        scratch = folder / EXACT
+        scratch.mkdir()
+        exact = scratch if draft_precision != "fp32" and METHODS[method][1] else None
+        exact_target = scratch if precision != "fp32" else None
         report("reading the model")
         source = read_model(model)
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
@@ -118,6 +120,10 @@ def build(
         if method == "prompt-lookup":
             lookup = lookup or LookupSettings()
         chosen = tree or _default_tree(method, heads or draft or head, drafted, lookahead)
+        if precision != "fp32" and method == "lookahead":
+            report(
+                f"warning: --method lookahead: of its guesses one is verified a round, as the target is in {precision}."
+            )
         if precision != "fp32" and METHODS[method][1]:
             if tree is None:
                 chosen = _one_path(chosen)
@@ -128,8 +134,8 @@ def build(
         limit = _max_length(source, max_length)
         with _refusing(source):
             found = survey(source.model, limit)
-            tail = _target_tail(drafted, eagle)
-            graphs = {"target": write_target(source, found, folder, tail, report, precision, exact_target, calibrate)}
+        tail = _target_tail(drafted, eagle)
+        graphs = {"target": write_target(source, found, folder, tail, report, precision, exact_target, calibrate)}
         draft_info = eagle_info = None
         if drafted:
             report("tracing the heads")
@@ -151,7 +157,7 @@ def build(
             method=method,
             target=_target_info(source, found),
             graphs=graphs,
-            files={str(f.relative_to(folder)): file_info(f) for f in sorted(folder.rglob("*")) if f.is_file()},
+            files={f.name: file_info(f) for f in sorted(folder.iterdir()) if f.is_file()},
             tokenizer=tokenizer,
             eos_ids=list(source.eos_ids),
             tree=chosen.to_json(),
@@ -171,6 +177,7 @@ def build(
             )
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
+        shutil.rmtree(scratch)
         manifest = replace(manifest, proof=proof)
         write_manifest(manifest, folder)
         report("publishing")
@@ -248,7 +255,8 @@ def write_target(
         precision: of the weights; with another than "fp32", `exact` gets the graph before it was rounded.
     """
     report("tracing the target")
-    graph, traced = _fused(source.model, found, tail, "target", report)
+    with _refusing(source):
+        graph, traced = _fused(source.model, found, tail, "target", report)
     if precision != "fp32":
         assert exact is not None
         whole = graph.clone()

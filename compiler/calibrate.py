@@ -89,4 +89,4 @@ class Activations:
                 if value.name not in feed:
                     feed[value.name] = np.zeros((1, value.shape[1], count, value.shape[3]), np.float32)
             found = self._session.run(self.names, feed)
-            yield {name: array[0] for name, array in zip(self.names, found, strict=True)}
+            yield {name: array.reshape(-1, array.shape[-1]) for name, array in zip(self.names, found, strict=True)}

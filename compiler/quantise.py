@@ -4,12 +4,13 @@
     int4   weights in blocks of 32 with a zero each: GPTQ (arXiv 2210.17323); in eight bits around attention, where four
            cost most and a quarter of the weights is
 
-The embedding and the lm_head take eight bits in both. Whatever the precision, speculation is exact against plain
-decoding of the same quantised graph.
+The embedding and an lm_head of its shape take eight bits in both. Whatever the precision, speculation is exact against
+plain decoding of the same quantised graph.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 
 from speccompile.compiler.calibrate import Activations
+from speccompile.graphs.errors import TraceError
 from speccompile.graphs.passes import FoldWeights, IntegerProducts, PackTables, PackWeights, Smooth, clean, smoothable
 from speccompile.graphs.passes.integer_products import LARGEST, channel_scales
-from speccompile.graphs.passes.pack_weights import products
+from speccompile.graphs.passes.pack_weights import WORTH_PACKING, products
 from speccompile.graphs.rounding import Rounded, in_blocks
 
 PRECISIONS = ("fp32", "int8", "int4")
@@ -32,6 +34,8 @@ SAMPLED_ROWS = 512  # of each activation, to choose how much to smooth
 MIGRATIONS = tuple(step / 20 for step in range(6, 20))  # SmoothQuant's alpha
 HESSIAN_BYTES = 1 << 30  # as many at once; more are gathered in several runs over the texts
 DAMPING = 0.01  # of the mean of a Hessian's diagonal, as in the paper
+MOST_LEFT = 0.1  # of the weights in float32
+HOLDERS = ("MatMul", "Gemm", "Transpose", "Gather", "GatherND")  # what reads weights that rounding is for
 GPTQ_COLUMNS = 128  # whose errors reach the columns behind them in one product
 
 Array = npt.NDArray[Any]
@@ -48,7 +52,11 @@ def quantise_target(
         precision: "int8" or "int4".
         exact: the same graph in float32, written with its weights folded.
         texts: what it is calibrated on; without any, weights go to the nearest levels, and nothing is smoothed.
+
+    Raises:
+        TraceError: when much of the model is not in products that these passes know (stacks of experts, Gemm).
     """
+    before = _unrounded(graph)
     PackTables()(graph)
     FoldWeights(part_bytes=None)(graph)
     PackWeights(accepts=for_drafting)(graph)
@@ -59,11 +67,29 @@ def quantise_target(
         IntegerProducts()(graph)
     else:
         PackWeights(accepts=around_attention)(graph)
-        rounded = gptq(graph, exact, texts, report) if len(texts) else {}
-        PackWeights(
-            lambda name, rows: rounded[name] if rounded else nearest_int4(rows), bits=4, block=INT4_BLOCK, zeros=True
-        )(graph)
+        if len(texts):
+            rounded = gptq(graph, exact, texts, report)
+            PackWeights(lambda name, _: rounded[name], bits=4, block=INT4_BLOCK, zeros=True)(graph)
+        else:
+            PackWeights(lambda _, rows: nearest_int4(rows), bits=4, block=INT4_BLOCK, zeros=True)(graph)
     clean(graph)
+    if (left := _unrounded(graph)) > MOST_LEFT * before:
+        raise TraceError(
+            f"--precision: {left / before:.0%} of the model's weights are in operators that {precision} does not reach "
+            "(such as stacks of experts); use --precision fp32."
+        )
+
+
+def _unrounded(graph: ir.Model) -> int:
+    """Float32 weights in tables and products."""
+    return sum(
+        value.const_value.size
+        for value in graph.graph.initializers.values()
+        if value.const_value is not None
+        and value.dtype == ir.DataType.FLOAT
+        and value.const_value.size >= WORTH_PACKING
+        and any(use.node.op_type in HOLDERS for use in value.uses())
+    )
 
 
 def for_drafting(product: ir.Node) -> bool:
@@ -81,6 +107,8 @@ def smoothing_factors(graph: ir.Model, exact: Path, texts: Sequence[Sequence[int
     activation, by the error of the rounded product on rows of it; doing nothing is among the choices.
     """
     places = smoothable(graph)
+    if not places:
+        return {}
     every = max(1, sum(map(len, texts)) // SAMPLED_ROWS)
     rows: dict[str, list[Array]] = {name: [] for name in places}
     largest: dict[str, Array] = {}
@@ -154,10 +182,12 @@ def around_attention(product: ir.Node) -> bool:
 
 
 def gptq(graph: ir.Model, exact: Path, texts: Sequence[Sequence[int]], report: Report) -> dict[str, Rounded]:
-    """By the name of the activation that is multiplied, the rounded weights of its product."""
-    tables = {str(node.inputs[0].name): node for node in products(graph)}  # type: ignore[union-attr]
-    rounded = {}
-    for names in _groups({name: len(_table(node)) for name, node in tables.items()}):
+    """By the name of a product's weights, what they are rounded to."""
+    readers: dict[str, list[ir.Node]] = defaultdict(list)
+    for node in products(graph):
+        readers[str(node.inputs[0].name)].append(node)  # type: ignore[union-attr]
+    rounded: dict[str, Rounded] = {}
+    for names in _groups({name: len(_table(nodes[0])) for name, nodes in readers.items()}):
         report(f"gathering second moments of {len(names)} activations")
         hessians: dict[str, Tensor] = {}
         for found in Activations(exact, names).of(texts):
@@ -165,9 +195,11 @@ def gptq(graph: ir.Model, exact: Path, texts: Sequence[Sequence[int]], report: R
                 x = torch.from_numpy(values)
                 hessians[name] = hessians[name].addmm_(x.T, x) if name in hessians else x.T @ x
         for name in names:
-            report(f"rounding weights, {len(rounded) + 1} of {len(tables)}")
-            weights = torch.from_numpy(np.ascontiguousarray(_table(tables[name]).T))
-            rounded[name] = round_with_hessian(weights, hessians.pop(name))
+            hessian = hessians.pop(name)
+            for node in readers[name]:
+                report(f"rounding weights, {len(rounded) + 1} of {sum(map(len, readers.values()))}")
+                weights = torch.from_numpy(np.ascontiguousarray(_table(node).T))
+                rounded[str(node.inputs[1].name)] = round_with_hessian(weights, hessian)  # type: ignore[union-attr]
     return rounded
 
 

@@ -37,7 +37,7 @@ def write_graph(graph: ir.Model, folder: Path, name: str, owner: str | None = No
         for value in graph.graph.initializers.values()
         if value.const_value is not None
         and value.const_value.nbytes > SMALL
-        and not isinstance(value.const_value, ir.ExternalTensor)
+        and not _is_here(value.const_value, folder)
     ]
     twins = _twins(own)
     own = [value for value in own if id(value) not in twins]
@@ -48,6 +48,11 @@ def write_graph(graph: ir.Model, folder: Path, name: str, owner: str | None = No
     for value, twin in twins.values():
         _refer(value, written[id(twin)], folder)
     ir.save(graph, path)
+
+
+def _is_here(tensor: ir.TensorProtocol, folder: Path) -> bool:
+    """Whether it reads a file of this folder; the graph may have been written to another one before."""
+    return isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) == folder
 
 
 def _twins(values: list[ir.Value]) -> dict[int, tuple[ir.Value, ir.Value]]:

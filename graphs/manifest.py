@@ -201,7 +201,7 @@ class Manifest:
             lookup=_optional(LookupSettings, data, "lookup", source),
             costs=_optional(Costs, data, "costs", source),
             proof=_value(data, "proof", dict, source),
-            measured=data.get("measured") or {},
+            measured=_value({"measured": {}, **data}, "measured", dict, source),
             versions=_value(data, "versions", dict, source),
         )
         if manifest.method not in METHODS:

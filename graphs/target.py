@@ -79,7 +79,7 @@ def survey(model: nn.Module, max_length: int) -> Survey:
         torch.no_grad(),
         quiet_exporter(),
         foreign_attention(model, survey_attention(trace)),
-        record_rotary(model, max_length, rotary),
+        record_rotary(model, max_length + 1, rotary),  # a lone token's twin lies behind the last position
     ):
         logits, (hidden,) = module.run_model(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None, None)
     name, expected = type(model).__name__, model.config.get_text_config().num_hidden_layers

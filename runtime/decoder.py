@@ -327,7 +327,8 @@ class Decoder:
             root = accepted.bonus
             stats.rounds += 1
             stats.drafted += len(draft.tree) - 1
-            stats.tested += sum(1 for node in nodes if draft.tree.children[node])
+            tested = draft.tree.trunk if self.in_order else draft.tree
+            stats.tested += sum(1 for node in nodes if tested.children[node])
             stats.accepted += len(nodes) - 1
             stats.bonus += kept == len(new)
             stats.count_round(kept)

@@ -18,10 +18,10 @@ INT8_ACCURACY = 4  # MatMulNBits: the activations of each row are rounded to int
 WORTH_PACKING = 1 << 14  # weights
 
 Rounding = Callable[[str, npt.NDArray[np.float32]], Rounded]
-"""(name of the activation that is multiplied, weights float32 [N,K]) -> what stands for them."""
+"""(name of the weights, weights float32 [N,K]) -> what stands for them."""
 
 
-def to_int8(_activation: str, rows: npt.NDArray[np.float32]) -> Rounded:
+def to_int8(_name: str, rows: npt.NDArray[np.float32]) -> Rounded:
     """Eight bits in blocks of 64, which nearly any weights bear."""
     return nearest_int8(rows, BLOCK)
 
@@ -65,16 +65,14 @@ class PackWeights(ir.passes.InPlacePass):
         assert source is not None and table is not None and table.const_value is not None
         tensor = table.const_value
         inner, outer = (int(size) for size in tensor.shape)  # type: ignore[call-overload]
-        activation = str(source.name)
+        name = str(table.name)
 
         def rounded() -> Rounded:
             if self._last is None or self._last[0] is not node:
-                self._last = node, self.rounding(activation, np.ascontiguousarray(tensor.numpy().T))
+                self._last = node, self.rounding(name, np.ascontiguousarray(tensor.numpy().T))
             return self._last[1]
 
-        product = matmul_nbits(
-            graph, source, str(table.name), rounded, (outer, inner), self.bits, self.block, self.zeros
-        )
+        product = matmul_nbits(graph, source, name, rounded, (outer, inner), self.bits, self.block, self.zeros)
         graph.insert_before(node, [product])
         replace(node.outputs[0], product.outputs[0])
         graph.remove(node, safe=True)

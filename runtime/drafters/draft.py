@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy.typing as npt
 
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import StepOutput
+
+_chain = cache(TokenTree.chain)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Draft:
         if len(nodes) == len(self.tree):
             return self
         return Draft(
-            self.tree.keep(nodes),
+            _chain(len(nodes) - 1),
             self.tokens[nodes],
             None if self.probabilities is None else self.probabilities[nodes],
             None
