@@ -245,7 +245,7 @@ def round_with_hessian(weights: Tensor, hessian: Tensor, block: int = INT4_BLOCK
 def nearest_int4(rows: Array) -> Rounded:
     """The nearest of sixteen levels, for weights [N,K]."""
     blocks = torch.from_numpy(in_blocks(rows, INT4_BLOCK))
-    scales, zeros = (part.reshape(len(rows), -1) for part in block_range(blocks.reshape(-1, INT4_BLOCK), 5))
+    scales, zeros = (part.reshape(len(rows), -1) for part in block_range(blocks.reshape(-1, INT4_BLOCK)))
     whole = (torch.round(blocks / scales[..., None]) + zeros[..., None]).clamp(0, 15)
     return Rounded(4, whole.numpy().astype(np.uint8), scales.numpy(), zeros.numpy().astype(np.uint8))
 

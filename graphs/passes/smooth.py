@@ -82,8 +82,8 @@ def smoothable(model: ir.Model) -> dict[str, Smoothable]:
 
 
 def only_reader(value: ir.Value | None) -> bool:
-    """Whether one node reads this value."""
-    return value is not None and len(value.uses()) == 1
+    """Whether one node reads this value, and nothing else does."""
+    return value is not None and len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def _makers(source: ir.Value) -> list[tuple[ir.Value, int, int]]:

@@ -1,7 +1,8 @@
 """ONNX Runtime: loaded graphs, and the key/value cache of one sequence bound to them in place.
 
-Past and present of every layer are bound to one numpy buffer, so that a step writes its rows where they stay. What else
-a call reads and writes are slices of a few buffers that calls of all shapes share: a step fills inputs and runs.
+Past and present of every layer are bound to one numpy buffer, so that a step writes its rows where they stay. Bindings
+are made once per shape and reused: a step fills inputs and runs. What calls of all shapes read and write besides are
+slices of a few buffers that they share.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import mmap
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -185,7 +186,7 @@ class OrtCache:
         # the few rows of a short text would touch nearly all.
         pages = mmap.mmap(-1, math.prod(shape) * np.dtype(target.kv_dtype).itemsize)
         self.buffer = np.frombuffer(pages, target.kv_dtype).reshape(shape)
-        self._binding: _Binding | None = None  # made by the first call
+        self._calls: _Calls | None = None  # made by the first one
 
     def run(
         self,
@@ -215,14 +216,14 @@ class OrtCache:
             raise GenerationError(
                 f"cache: {tokens} new tokens behind {longest} do not fit its capacity of {self.capacity}."
             )
-        if self._binding is None:
-            self._binding = _Binding(self.target, self.buffer)
-        call = self._binding.take(tokens, masked, len(logit_rows))
+        if self._calls is None:
+            self._calls = _Calls(self.target, self.buffer)
+        call = self._calls[tokens, masked, len(logit_rows)]
         given = (input_ids, position_ids, tree_mask, past, logit_rows, features)
-        for part, value in zip(call.inputs.values(), given, strict=False):  # only heads have a part for `features`
-            part.array[...] = value
+        for array, value in zip(call.inputs, given, strict=False):  # only heads have an array for `features`
+            array[...] = value
         before = perf_counter()
-        self.target.session.run_with_iobinding(self._binding.io)
+        self.target.session.run_with_iobinding(call.io)
         self.seconds = perf_counter() - before
         return call.output
 
@@ -251,59 +252,50 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Call:
-    """What calls of one shape read and write. `inputs` are in the order of `OrtCache.run`'s arguments."""
+    """What calls of one shape read and write, bound. `inputs` are in the order of `OrtCache.run`'s arguments."""
 
-    inputs: dict[str, _Part]
-    outputs: dict[str, _Part]
+    io: Any
+    inputs: tuple[Array, ...]
     output: StepOutput
 
 
-class _Binding:
-    """The IOBinding of one cache. Keys and values are bound for good; when the shape of calls changes, what it changes
-    is bound anew, which takes microseconds."""
+class _Calls:
+    """The calls of one cache, by shape. They share keys and values, and buffers for the rest."""
 
     def __init__(self, target: OrtTarget, cache: Array) -> None:
-        self.io = target.session.io_binding()
         self._target, self._batch = target, cache.shape[1]
+        self._cache = [ort.OrtValue.ortvalue_from_numpy(part) for part in cache]
         self._buffers: dict[str, Array] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Part] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}
-        self._bound: dict[str, _Part] = {}
-        self._last: _Call | None = None
-        self._kept = [ort.OrtValue.ortvalue_from_numpy(part) for part in cache]
-        names = zip(contract.past_names(target.layers), contract.present_names(target.layers), strict=True)
-        for (past, present), value in zip(names, self._kept, strict=True):
-            self.io.bind_ortvalue_input(past, value)
-            self.io.bind_ortvalue_output(present, value)
 
-    def take(self, tokens: int, masked: int, rows: int) -> _Call:
-        """What a call of `tokens` new tokens, a mask of `masked` and logits of `rows` reads and writes, bound."""
-        shape = (tokens, masked, rows)
+    def __getitem__(self, shape: tuple[int, int, int]) -> _Call:
+        """(new tokens, rows that the mask speaks about, rows of logits) -> the call."""
         call = self._calls.get(shape)
         if call is None:
+            if len(self._calls) == KEPT_SHAPES:
+                self._forget()
             call = self._make(*shape)
             self._calls[shape] = call
-        if call is not self._last:
-            self._last = call
-            self._bind(self.io.bind_ortvalue_input, call.inputs)
-            self._bind(self.io.bind_ortvalue_output, call.outputs)
         return call
 
-    def _bind(self, bind: Callable[[str, ort.OrtValue], None], parts: Mapping[str, _Part]) -> None:
-        for name, part in parts.items():
-            if self._bound.get(name) is not part:
-                bind(name, part.value)
-                self._bound[name] = part
-
     def _make(self, *shape: int) -> _Call:
-        if len(self._calls) == KEPT_SHAPES:
-            self._forget()
+        target, io = self._target, self._target.session.io_binding()
+        names = zip(contract.past_names(target.layers), contract.present_names(target.layers), strict=True)
+        for (past, present), value in zip(names, self._cache, strict=True):
+            io.bind_ortvalue_input(past, value)
+            io.bind_ortvalue_output(present, value)
         exact, roomy = self._shapes(*shape), self._shapes(*(-(-size // ROOM) * ROOM for size in shape))
         parts = {
             name: self._part(name, kind, sizes, math.prod(roomy[name][1])) for name, (kind, sizes) in exact.items()
         }
         inputs = {name: parts.pop(name) for name in (*contract.TARGET_INPUTS, contract.FEATURES) if name in parts}
-        return _Call(inputs, parts, StepOutput(**{name: part.array for name, part in parts.items()}))
+        for name, part in inputs.items():
+            io.bind_ortvalue_input(name, part.value)
+        for name, part in parts.items():
+            io.bind_ortvalue_output(name, part.value)
+        output = StepOutput(**{name: part.array for name, part in parts.items()})
+        return _Call(io, tuple(part.array for part in inputs.values()), output)
 
     def _shapes(self, tokens: int, masked: int, rows: int) -> dict[str, tuple[type, tuple[int, ...]]]:
         """By name, dtype and shape of all that is not keys and values."""

@@ -129,7 +129,7 @@ def test_a_real_plain_build_as_a_user_runs_it(tiny_checkpoint: Path, tmp_path: P
     assert manifest == json.loads((out / "manifest.json").read_text())
     assert manifest["method"] == "plain" and manifest["heads"] is None and manifest["tree"] == {"paths": []}
     assert set(manifest["graphs"]) == {"target"} and manifest["target"]["max_length"] == 100
-    assert set(manifest["proof"]) == {"prefill", "tree", "path", "commit", "tokens"}
+    assert set(manifest["proof"]) == {"prefill", "tree", "path", "commit", "row", "tokens"}
     plain = load(out, threads=1)
     assert plain.capacity == 100
     assert plain.generate(TEXTS[0], max_new_tokens=30).token_ids == (

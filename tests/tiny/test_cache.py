@@ -138,28 +138,25 @@ def test_shapes_in_any_order_give_what_a_fresh_cache_gives(
     for tokens in [*wanted, *rng.permutation(list(wanted)), *wanted, 1, 1, 2, 1]:
         got = step(cache, ids[8 : 8 + int(tokens)], TokenTree.chain(int(tokens) - 1))
         np.testing.assert_array_equal(got, wanted[int(tokens)])
-        assert len(cache._binding._calls) <= 7
+        assert len(cache._calls._calls) <= 7
 
 
-def test_known_shapes_allocate_and_bind_nothing_that_is_there(
-    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_shapes_allocate_and_bind_nothing(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiny_decoder.target.open(64)
     ids = ids_of(tiny_decoder, 9)
     for tokens in (3, 9, 1):
         step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
-    binding = cache._binding
-    bound: list[str] = []
-    for kind in ("input", "output"):
-        bind = getattr(binding.io, f"bind_ortvalue_{kind}")
-        spy = lambda name, value, bind=bind: (bound.append(name), bind(name, value))  # noqa: E731
-        monkeypatch.setattr(binding.io, f"bind_ortvalue_{kind}", spy)
-    monkeypatch.setattr(binding, "_make", None)  # a call would be an error
-    monkeypatch.setattr(binding, "_part", None)
-    step(cache, ids[:1], TokenTree.chain(0))
-    assert bound == []
-    step(cache, ids, TokenTree.chain(8))
-    assert sorted(bound) == ["hidden", "input_ids", "logit_rows", "logits", "next_ids", "position_ids", "tree_mask"]
+    made: list[str] = []
+    bind, value = tiny_decoder.target.session.io_binding, backend.ort.OrtValue.ortvalue_from_numpy
+    monkeypatch.setattr(tiny_decoder.target.session, "io_binding", lambda: (made.append("binding"), bind())[1])
+    monkeypatch.setattr(
+        backend.ort.OrtValue, "ortvalue_from_numpy", lambda array: (made.append(str(array.shape)), value(array))[1]
+    )
+    for tokens in (1, 9, 3, 3):
+        step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
+    assert made == []
+    cache.run(ids, TokenTree.chain(8).depths, TokenTree.chain(8).mask, np.array([8]))
+    assert made == ["binding", "(1,)", "(1, 1)", "(1, 1, 320)"]  # rows, next_ids and logits; the rest is known
 
 
 def test_outputs_of_all_shapes_share_one_buffer(tiny_decoder: Decoder) -> None:

@@ -447,7 +447,7 @@ def decoder3(bundle3: Path) -> Decoder:
 
 # ---- bundles ----
 
-FIGURES = {"prefill", "tree", "path", "commit", "hidden", "eagle", "eagle_int8", "eagle_topk", "tokens"}
+FIGURES = {"prefill", "tree", "path", "commit", "row", "hidden", "eagle", "eagle_int8", "eagle_topk", "tokens"}
 
 
 def test_manifests(decoder1: Decoder, decoder3: Decoder, head1: Path, head3: Path, tiny_checkpoint: Path) -> None:
@@ -625,7 +625,7 @@ def with_form(head: EagleHead, **changes: Any) -> EagleHead:
 def test_what_holds(decoder1: Decoder, decoder3: Decoder, source: Source, head1: Path, head3: Path) -> None:
     for decoder, folder in ((decoder1, head1), (decoder3, head3)):
         assert set(prove(decoder, source, eagle=read_eagle(folder, source))) == FIGURES - {"eagle"}
-    assert set(prove(decoder3, None)) == {"path", "commit", "tokens"}
+    assert set(prove(decoder3, None)) == {"path", "commit", "row", "tokens"}
 
 
 def test_another_head_or_form(decoder3: Decoder, source: Source, head3: Path) -> None:

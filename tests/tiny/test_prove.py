@@ -28,7 +28,7 @@ from speccompile.runtime.backends.ort import OrtCache
 from tests.tiny.conftest import Cli, random_heads
 from tests.tiny.test_bundle import poison, rehash
 
-LOGIT_CHECKS = {"prefill", "tree", "path", "commit"}
+LOGIT_CHECKS = {"prefill", "tree", "path", "commit", "row"}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_holds(tiny_decoder: Decoder, source: Source, eager_heads: MedusaModule)
 
 
 def test_holds_by_itself(tiny_decoder: Decoder) -> None:
-    assert set(prove(tiny_decoder, None)) == {"path", "commit", "tokens"}
+    assert set(prove(tiny_decoder, None)) == {"path", "commit", "row", "tokens"}
 
 
 # ---- weights and heads that differ ----
@@ -255,7 +255,7 @@ def test_top_two_gap(tiny_decoder: Decoder, source: Source) -> None:
 
 def test_verify_by_itself(speccompile: Cli, tiny_bundle: Path) -> None:
     figures = verify(tiny_bundle, None, None, threads=1)
-    assert set(figures) == {"path", "commit", "tokens"}
+    assert set(figures) == {"path", "commit", "row", "tokens"}
     status, out, err = speccompile("verify", tiny_bundle, "--threads", 1)
     assert (status, out) == (0, "")
     assert "path" in err and "holds" in err

@@ -134,7 +134,7 @@ def packed(table: Rounded, inner: int, block: int) -> ir.Model:
     assert PackWeights(rounding, bits=table.bits, block=block, zeros=table.zeros is not None)(model).modified
     assert asked == []  # nothing is rounded before it is written
     run(model, {"x": normal(1, 1, inner)})
-    assert set(asked) == {("x", (outer, inner))}
+    assert set(asked) == {("W", (outer, inner))}
     return model
 
 
