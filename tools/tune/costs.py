@@ -128,22 +128,23 @@ def _measure(
 ) -> tuple[list[list[float]], list[float], list[float]]:
     """Medians: the target's [pasts][tokens], and a drafting graph's first and later calls, [rows] each."""
     rng = np.random.default_rng(0)
-    table: list[list[float]] = []
-    first, later = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    places = []
     for past in pasts:
         target = _filled(decoder.target, min(past, decoder.capacity - max(tokens)), max(tokens), rng)
-        drafting = _drafting(decoder, target.length, max(rows), rng) if rows else None
-        taken = defaultdict[int, list[float]](list)
-        for sweep in range(sweeps + 1):
-            report(f"timing calls behind {past} tokens, sweep {sweep + 1} of {sweeps + 1}")
+        places.append((target, _drafting(decoder, target.length, max(rows), rng) if rows else None))
+    taken = defaultdict[tuple[int, int], list[float]](list)
+    first, later = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for sweep in range(sweeps + 1):  # a machine that slows down for a while slows all of them
+        report(f"timing calls, sweep {sweep + 1} of {sweeps + 1}")
+        for place, (target, drafting) in enumerate(places):
             for count, width in _in_turns(tokens, rows, rng):
                 beginning, *following = drafting(width) if drafting is not None else (0.0,)
                 spent = _call(target, count, count, count, rng)
                 if sweep:  # the first call of a shape makes its plans and buffers
-                    taken[count].append(spent)
+                    taken[place, count].append(spent)
                     first[width].append(beginning)
                     later[width] += following
-        table.append([median(taken[count]) for count in tokens])
+    table = [[median(taken[place, count]) for count in tokens] for place in range(len(places))]
     return table, [median(first[width]) for width in rows], [median(later[width] or first[width]) for width in rows]
 
 
