@@ -155,8 +155,8 @@ def test_known_shapes_allocate_and_bind_nothing(tiny_decoder: Decoder, monkeypat
     for tokens in (1, 9, 3, 3):
         step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
     assert made == []
-    cache.run(ids, TokenTree.chain(8).depths, TokenTree.chain(8).mask, np.array([8]))
-    assert made == ["binding", "(1,)", "(1, 1)", "(1, 1, 320)"]  # rows, next_ids and logits; the rest is known
+    cache.run(ids, TokenTree.chain(8).depths, TokenTree.chain(8).mask, np.array([7, 8]))
+    assert made == ["binding", "(2,)", "(1, 2)", "(1, 2, 320)"]  # rows, next_ids and logits; the rest is known
 
 
 def test_outputs_of_all_shapes_share_one_buffer(tiny_decoder: Decoder) -> None:

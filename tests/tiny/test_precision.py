@@ -86,8 +86,8 @@ class Built:
 
 
 def save_model(folder: Path, case: Case, noise: float = 0.0, seed: int = 0) -> Path:
-    """A checkpoint whose weights rounding does not ruin; `noise` makes it a draft model of the one without, with the same
-    embedding."""
+    """A checkpoint whose weights rounding does not ruin. With `noise` on all but the embedding it drafts for the
+    one without."""
     model = tiny_model(case.kind, seed, **{**SIZES, **dict(case.changes)})
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
