@@ -124,9 +124,10 @@ def prove(
     for number, prompt in enumerate(prompts):
         rows = LONE_ROWS if number else MANY_ROWS
         report(f"proving logits, prompt {number + 1} of {len(prompts)}")
-        for tree in trees if whole is not None else []:
-            tokens = rng.integers(decoder.target.vocab_size, size=len(tree))
-            _prove_logits(proof, whole, source, prompt, tree, tokens)
+        if whole is not None:
+            for tree in trees:
+                tokens = rng.integers(decoder.target.vocab_size, size=len(tree))
+                _prove_logits(proof, whole, source, prompt, tree, tokens)
         _prove_rows(proof, decoder.target, rounded, prompt, rng.integers(decoder.target.vocab_size, size=rows))
     if rounded and (source is not None or whole is not None):
         report("measuring what rounding costs")

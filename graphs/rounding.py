@@ -81,4 +81,4 @@ def _step(largest: FloatArray, levels: int) -> FloatArray:
 
 
 def _in_pairs(integers: ByteArray) -> ByteArray:
-    return integers[..., 0::2] | (integers[..., 1::2] << 4)
+    return integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))

@@ -56,7 +56,7 @@ class Smooth(ir.passes.InPlacePass):
             for table, first, last in place.makers:
                 whole = np.ones(int(table.shape[-1]), np.float32)  # type: ignore[index,arg-type]
                 whole[first:last] = factor
-                _multiply(table, 1 / whole)
+                _multiply(table, np.float32(1) / whole)
             for table in {id(node.inputs[1]): node.inputs[1] for node in place.readers}.values():
                 assert table is not None
                 _multiply(table, factor[:, None])
