@@ -1,6 +1,7 @@
 """A target's weights in fewer bits, chosen so that its layers' outputs change least on text of its own.
 
-    int8   activations rounded row by row, weights channel by channel: `passes.integer_products`, smoothed
+    int8   activations rounded row by row, weights channel by channel: `passes.integer_products`, smoothed; what narrows
+           (a feed-forward layer's way back) in blocks
     int4   weights in blocks of 32 with a zero each: GPTQ (arXiv 2210.17323); in eight bits around attention, where four
            cost most and a quarter of the weights is
 
@@ -61,6 +62,7 @@ def quantise_target(
     FoldWeights(part_bytes=None)(graph)
     PackWeights(accepts=for_drafting)(graph)
     if precision == "int8":
+        PackWeights(accepts=narrows)(graph)
         if len(texts):
             report("smoothing activations")
             Smooth(smoothing_factors(graph, exact, texts))(graph)
@@ -98,6 +100,14 @@ def for_drafting(product: ir.Node) -> bool:
 
 
 # ---- int8 ----
+
+
+def narrows(product: ir.Node) -> bool:
+    """Whether this product gives fewer channels than it reads. What it reads, gates times values, has a few channels so
+    large that one scale per row leaves little for the others, smoothed or not. SmolLM2-135M: with a scale per block of
+    64 instead, KL against float32 falls from 0.011 to 0.006 nats a token."""
+    inner, outer = product.inputs[1].shape  # type: ignore[union-attr,misc]
+    return int(inner) > int(outer)
 
 
 def smoothing_factors(graph: ir.Model, exact: Path, texts: Sequence[Sequence[int]]) -> dict[str, Array]:

@@ -67,10 +67,9 @@ class Case:
 
 CASES = {
     "int8 draft": Case("int8", "draft"),
-    "int4 medusa": Case("int4", "medusa"),
     # Rows that end within a vector, and within a block.
-    "int4 plain, untied": Case("int4", "plain", changes=(("tie_word_embeddings", False), ("intermediate_size", 344))),
-    "int8 prompt-lookup, biases": Case("int8", "prompt-lookup", "qwen2"),
+    "int4 medusa, untied": Case("int4", "medusa", changes=(("tie_word_embeddings", False), ("intermediate_size", 344))),
+    "int4 prompt-lookup, biases": Case("int4", "prompt-lookup", "qwen2"),
 }
 names = pytest.mark.parametrize("name", CASES)
 
@@ -151,9 +150,9 @@ def test_every_large_product_was_rounded(built: Built) -> None:
     }
     assert counts["GatherBlockQuantized"] == 1
     if built.case.precision == "int8":
-        assert counts["MatMulIntegerToFloat"] == 4 * LAYERS
-        assert counts["QuantizeLinear"] == 4 * LAYERS  # packed QKV, and gate and up, share theirs
-        assert bits == [8]
+        assert counts["MatMulIntegerToFloat"] == 3 * LAYERS
+        assert counts["QuantizeLinear"] == 3 * LAYERS  # packed QKV, and gate and up, share theirs
+        assert bits == [8] * (LAYERS + 1)  # down, and the lm_head
     else:
         assert sorted(bits) == sorted([8, 8, 4, 4] * LAYERS + [8])
 
@@ -300,9 +299,10 @@ def as_methods(built: Built) -> Iterator[tuple[str, Decoder, bool]]:
     trees: dict[str, DraftTree] = {"tree": TREE}
     if decoder.draft is not None:
         trees = {**DRAFT_TREES, "deep": DynamicTree(12, 0.01, depth=6), "confident": AdaptiveChain(8, 0.5)}
-    for name, tree in trees.items() if decoder.draft is not None or decoder.heads is not None else ():
-        yield f"{built.case.method} {name}", changed(decoder, tree, []), decoder.draft is not None
-        yield f"{built.case.method} {name}, lookup too", changed(decoder, tree, [], lookup=LookupSettings()), True
+    if decoder.draft is not None or decoder.heads is not None:
+        for name, tree in trees.items():
+            yield f"{built.case.method} {name}", changed(decoder, tree, []), decoder.draft is not None
+        yield f"{built.case.method}, lookup too", changed(decoder, TREE, [], lookup=LookupSettings()), True
 
 
 @names
@@ -317,6 +317,36 @@ def test_greedy_tokens_are_those_of_plain_decoding(built: Built) -> None:
             assert found.token_ids == wanted.token_ids, method
             accepted += found.stats.accepted
         assert accepted > 10 or not drafts_well, method
+
+
+@names
+def test_rows_are_kept_where_they_were_run(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row behind a moved one was summed in another order than plain decoding sums it. That seldom shows in tokens of
+    small models, so it is looked at here: nothing is ever moved, and what is not a chain looks ahead."""
+    kept, branched = list[list[int]](), 0
+    true_run, true_commit = OrtCache.run, OrtCache.commit
+
+    def run_and_look(self: OrtCache, *given: Any, **more: Any) -> StepOutput:
+        nonlocal branched
+        if self.target is built.decoder.target:
+            mask = np.asarray(given[2])
+            branched += not np.array_equal(mask, np.tri(len(mask), dtype=np.bool_))
+        return true_run(self, *given, **more)
+
+    def commit_and_look(self: OrtCache, nodes: Any) -> None:
+        if self.target is built.decoder.target:
+            kept.append(list(nodes))
+        true_commit(self, nodes)
+
+    monkeypatch.setattr(OrtCache, "run", run_and_look)
+    monkeypatch.setattr(OrtCache, "commit", commit_and_look)
+    for method, decoder, _ in as_methods(built):
+        kept.clear()
+        branched = 0
+        for sampling in ({}, {"temperature": 0.2, "seed": 1}):
+            answer(decoder, TEXTS[0], max_new_tokens=80, **sampling)
+        assert all(nodes == list(range(len(nodes))) for nodes in kept), method
+        assert (branched > 0) == (method == "lookahead"), method
 
 
 @names
@@ -390,7 +420,7 @@ def test_verify(built: Built) -> None:
     assert more is None or more in figures
 
 
-@pytest.mark.parametrize("name", ["int8 draft", "int4 plain, untied"])
+@pytest.mark.parametrize("name", ["int8 draft", "int4 medusa, untied"])
 def test_another_models_weights(built: Built, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", built.case, seed=1)
     with pytest.raises(BundleError, match="give the model it was built from"):
@@ -398,13 +428,14 @@ def test_another_models_weights(built: Built, tmp_path: Path) -> None:
     # A bundle that claims to be of that model, by its fingerprint.
     forged = shutil.copytree(built.bundle, tmp_path / "forged")
     edit_manifest(forged, lambda m: m["target"].update(fingerprint=read_model(other).fingerprint))
+    edit_manifest(forged, lambda m: m["heads"] and m["heads"].update(target_fingerprint=None))
     with pytest.raises(ProofError) as caught:
         verify(forged, other, threads=1)
     sentence = str(caught.value)
     assert sentence.startswith("proof 'quality': ") and "another model's" in sentence and "\n" not in sentence
 
 
-@pytest.mark.parametrize("name", ["int8 draft", "int4 plain, untied"])
+@pytest.mark.parametrize("name", ["int8 draft", "int4 medusa, untied"])
 def test_a_lone_row_that_differs_in_its_last_bit(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU whose kernels sum it in another order: a rounded target is not proved there."""
     true_run = OrtCache.run

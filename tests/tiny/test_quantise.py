@@ -18,18 +18,20 @@ from speccompile.compiler.quantise import (
     INT4_BLOCK,
     best_factor,
     block_range,
+    gptq,
     nearest_int4,
     quantise_target,
     round_with_hessian,
     smoothing_factors,
 )
 from speccompile.compiler.write_graph import write_graph
+from speccompile.graphs.errors import TraceError
 from speccompile.graphs.passes import FoldWeights, PackTables, clean, finish_gqa_target, smoothable
 from speccompile.graphs.rounding import Rounded, in_blocks
 from speccompile.graphs.target import TargetTail, survey, trace_gqa
 from speccompile.runtime.backends.ort import OrtTarget
 from tests.tiny.models import tiny_model
-from tests.tiny.passes import Array, kinds, normal
+from tests.tiny.passes import Array, graph, kinds, normal
 
 LOUD = (5, 40, 77)  # channels that the norms of the traced model make large
 
@@ -335,8 +337,8 @@ def logits_off(traced: Traced, graph: ir.Model, folder: Path) -> float:
 def test_smoothing_lowers_the_error_of_int8_logits(traced: Traced, tmp_path: Path) -> None:
     smooth, plain = rounded_graphs(traced, "int8")
     assert kinds(smooth) == kinds(plain)
-    assert kinds(smooth)["MatMulIntegerToFloat"] == 4 * 2
-    assert (kinds(smooth)["GatherBlockQuantized"], kinds(smooth)["MatMulNBits"]) == (1, 1)  # the tied table
+    assert kinds(smooth)["MatMulIntegerToFloat"] == 3 * 2
+    assert (kinds(smooth)["GatherBlockQuantized"], kinds(smooth)["MatMulNBits"]) == (1, 3)  # the tied table, down
     before, after = (logits_off(traced, graph, tmp_path) for graph in (plain, smooth))
     assert after < 0.5 * before
     assert after < 0.03
@@ -345,9 +347,9 @@ def test_smoothing_lowers_the_error_of_int8_logits(traced: Traced, tmp_path: Pat
 def rounded_graphs(traced: Traced, precision: str) -> tuple[ir.Model, ir.Model]:
     """With and without regard to activations."""
     graphs = traced.graph.clone(), traced.graph.clone()
-    for graph, texts in zip(graphs, (traced.texts.tolist(), []), strict=True):
-        quantise_target(graph, precision, traced.exact, texts, lambda _: None)
-        assert not any(map(reads_weights, graph.graph))
+    for rounded, texts in zip(graphs, (traced.texts.tolist(), []), strict=True):
+        quantise_target(rounded, precision, traced.exact, texts, lambda _: None)
+        assert not any(map(reads_weights, rounded.graph))
     return graphs
 
 
@@ -372,8 +374,8 @@ def test_loud_channels_of_a_model_are_found(traced: Traced) -> None:
 
 def test_gptq_lowers_the_error_of_int4_logits(traced: Traced, tmp_path: Path) -> None:
     chosen, plain = rounded_graphs(traced, "int4")
-    for graph in (chosen, plain):
-        bits = [node.attributes["bits"].as_int() for node in graph.graph if node.op_type == "MatMulNBits"]
+    for rounded in (chosen, plain):
+        bits = [node.attributes["bits"].as_int() for node in rounded.graph if node.op_type == "MatMulNBits"]
         assert bits == [8, 8, 4, 4] * 2 + [8]  # around attention, in the feed-forward layers, and the lm_head
     before, after = (logits_off(traced, graph, tmp_path) for graph in (plain, chosen))
     assert after < 0.7 * before
@@ -428,3 +430,56 @@ def test_the_model_speaks_from_its_own_distribution(traced: Traced) -> None:
         assert abs(surprise(wrong) - entropy) > 8 * deviation
     np.testing.assert_array_equal(speak(target, prompts, 12, seed=3), texts)
     assert len(np.unique(texts[::3, 1])) > 10  # texts of one prompt differ
+
+
+# ---- small graphs ----
+
+
+def feed_forward(more: str = "", **weights: Array) -> ir.Model:
+    """A graph on the contract without attention: the embedding is read by two products."""
+    return graph(
+        f"""agraph (int64[B,T] input_ids, int64[B,T] position_ids, bool[B,T,T] tree_mask, int64[B] past_length,
+            int64[R] logit_rows) => (float[B,T,256] y, float[B,T,256] z) <float[B,T,96] h> {{
+            h = Gather(E, input_ids)
+            y = MatMul(h, V)
+            z = MatMul(h, W)
+            {more}
+        }}""",
+        E=normal(300, 96),
+        V=normal(96, 256, seed=1),
+        W=normal(96, 256, seed=2),
+        **weights,
+    )
+
+
+def test_products_of_one_activation_each_keep_their_own_weights(tmp_path: Path) -> None:
+    """They share its second moments and nothing else."""
+    texts = np.random.default_rng(0).integers(300, size=(4, 40))
+    write_graph(feed_forward(), tmp_path, "target")
+    rounded = gptq(feed_forward(), tmp_path / "target.onnx", texts.tolist(), lambda _: None)
+    assert set(rounded) == {"V", "W"}
+    hessian = second_moments(normal(300, 96)[texts.ravel()])
+    for name, seed in (("V", 1), ("W", 2)):
+        weights = normal(96, 256, seed=seed).T
+        levels = levels_of(rounded[name], 96)
+        assert (levels == paper(weights, hessian, rounded[name])).mean() > 0.98
+        assert error(weights, levels, rounded[name], hessian) < error(
+            weights, nearest(weights, rounded[name]), rounded[name], hessian
+        )
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_model_that_rounding_hardly_reaches_is_refused(precision: str, tmp_path: Path) -> None:
+    """Most of its weights are stacks of experts."""
+    small, large = feed_forward(), feed_forward("x = MatMul(h, X)", X=normal(8, 96, 256))
+    quantise_target(small, precision, tmp_path / "none", [], lambda _: None)
+    assert not any(map(reads_weights, small.graph))
+    large.graph.outputs.append(
+        next(node.outputs[0] for node in large.graph if "X" in [v.name for v in node.inputs if v])
+    )
+    with pytest.raises(TraceError) as caught:
+        quantise_target(large, precision, tmp_path / "none", [], lambda _: None)
+    sentence = str(caught.value)
+    # 8 x 96 x 256 weights of 300 x 96 + 2 x 96 x 256 more
+    assert f"--precision: 72% of the model's weights are in operators that {precision} does not reach" in sentence
+    assert "use --precision fp32" in sentence and "\n" not in sentence

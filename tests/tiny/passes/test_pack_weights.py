@@ -127,8 +127,8 @@ def packed(table: Rounded, inner: int, block: int) -> ir.Model:
     )
     asked: list[tuple[str, tuple[int, ...]]] = []
 
-    def rounding(activation: str, rows: Array) -> Rounded:
-        asked.append((activation, rows.shape))
+    def rounding(weights: str, rows: Array) -> Rounded:
+        asked.append((weights, rows.shape))
         return table
 
     assert PackWeights(rounding, bits=table.bits, block=block, zeros=table.zeros is not None)(model).modified
