@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import secrets
 import signal
@@ -16,8 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from speccompile.graphs.errors import SpecCompileError
-from speccompile.tools.bench.command import bench
-from speccompile.tools.tune.command import tune
 
 PATH = click.Path(path_type=Path)
 notes = Console(stderr=True)  # everything that is not the answer itself
@@ -64,7 +63,23 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield report
 
 
-@click.group()
+class Commands(click.Group):
+    """The commands of this file, and those that measure, which live in tools."""
+
+    measuring = ("bench", "tune")
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.measuring])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.measuring:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"speccompile.tools.{cmd_name}.command")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+
+@click.group(cls=Commands)
 @click.version_option(package_name="speccompile")
 def commands() -> None:
     """Compile causal language models for lossless speculative decoding, and run what was compiled."""
@@ -420,13 +435,6 @@ def inspect(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(facts))
     else:
         show(facts, Console())
-
-
-# ---- measure ----
-
-
-commands.add_command(bench)
-commands.add_command(tune)
 
 
 # ---- train ----
