@@ -57,7 +57,7 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         rows = build("Shape", ids, start=0, end=1)  # [1]: B
         mask, places = tree_mask, positions
         if self.one_as_two:
-            count, mask, places = self._twin(graph, build, tokens_in, rows, tree_mask, positions)
+            count, mask, places = self._twin(graph, build, tokens_in, ids, tree_mask, positions)
         longest = build("ReduceMax", past, build.ints("axis_0", [0]), keepdims=1)  # [1]
         total = build("Add", longest, count)
         one = build.ints("one_row", [1])
@@ -99,22 +99,21 @@ class DeriveGqaInputs(ir.passes.InPlacePass):
         graph: ir.Graph,
         build: _Builder,
         count: ir.Value,
-        rows: ir.Value,
+        ids: ir.Value,
         tree_mask: ir.Value,
         positions: ir.Value,
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Rows as attention gets them: their number, what they see and their positions."""
         one, zero = build.ints("one_row", [1]), build.ints("axis_0", [0])
-        lone = build("Equal", build("Mul", count, rows), one)  # B = T = 1
+        lone = build("Equal", build("Size", ids), one)  # [1]: B = T = 1
         extra = build("Cast", lone, to=ir.DataType.INT64.value)
         doubled = build("Add", count, extra)
         scalar_zero, scalar_one = build.constant("zero", 0, np.int64), build.constant("one", 1, np.int64)
         order = build("Range", scalar_zero, build("Squeeze", doubled, zero), scalar_one)
         order = build("Min", order, build("Sub", count, one))  # 0 .. T-1, or 0 and 0
-        unseen = build(
-            "Expand", build.constant("false", [[[False]]], np.bool_), build("Concat", rows, doubled, extra, axis=0)
-        )
-        mask = build("Concat", build("Gather", tree_mask, order, axis=1), unseen, axis=-1)
+        columns = build("Concat", zero, extra, axis=0)
+        unseen, last = build.constant("false", False, np.bool_), build.ints("axis_2", [2])
+        mask = build("Pad", build("Gather", tree_mask, order, axis=1), columns, unseen, last)
         placed = build("Gather", positions, order, axis=1)
         for node in list(graph):
             if node.op_type != "GroupQueryAttention":
