@@ -107,7 +107,7 @@ def tune(
     best = _predicted(decoder, candidates[0].setting, others, costs)
     report(f"measuring {best.setting}")
     gained = measure(decoder, best.setting, held_out, max_new_tokens)
-    off = min(best.speedup, candidates[0].speedup) < LEAST_GAIN or gained["speedup"] < 1
+    off = candidates[0].speedup < LEAST_GAIN or gained["speedup"] < 1
     chosen = replace(best.setting, tree=ROOT_ALONE) if off else best.setting
     measured = {
         "machine": machine,
