@@ -259,11 +259,8 @@ def write_target(
         graph, traced = _fused(source.model, found, tail, "target", report)
     if precision != "fp32":
         assert exact is not None
-        whole = graph.clone()
-        FoldWeights()(whole)
-        clean(whole)
         report("writing the exact target")
-        write_graph(whole, exact, "target")
+        write_graph(_folded(graph.clone()), exact, "target")
         texts: Any = []
         if calibrate:
             report("writing text to calibrate on")
@@ -271,8 +268,7 @@ def write_target(
             texts = speak(OrtTarget(exact / "target.onnx"), prompts(source.tokenizer, tokens // 2), tokens)
         quantise_target(graph, precision, exact / "target.onnx", texts, report)
     else:
-        FoldWeights()(graph)
-        clean(graph)
+        _folded(graph)
     report("writing the target")
     write_graph(graph, folder, "target")
     return GraphInfo("target.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
@@ -361,19 +357,22 @@ def _write_model(
     graph, traced = _fused(model, found, tail, name, report, features)
     report(f"writing the {name}")
     if exact is not None:
-        whole = graph.clone()
-        FoldWeights()(whole)
-        clean(whole)
-        write_graph(whole, exact, name)
+        write_graph(_folded(graph.clone()), exact, name)
         if rounded:
             PackTables()(graph)
-    FoldWeights()(graph)
-    clean(graph)
+    _folded(graph)
     if exact is not None:
         quantise(graph)
     write_graph(graph, folder, name, owner="target")
     precision = "fp32" if exact is None else "int8"
     return GraphInfo(f"{name}.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
+
+
+def _folded(graph: ir.Model) -> ir.Model:
+    """The graph, changed in place: its weights as their products read them, and nothing left that no node reads."""
+    FoldWeights()(graph)
+    clean(graph)
+    return graph
 
 
 def _fused(

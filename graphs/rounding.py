@@ -59,12 +59,12 @@ def nearest_int8(rows: FloatArray, block: int) -> Rounded:
     """
     blocks = in_blocks(rows, block)
     largest = np.abs(blocks).max(-1)
-    channel = _step(largest.max(-1, keepdims=True), 127)
+    channel = int8_step(largest.max(-1, keepdims=True))
     steps = blocks / channel[..., None]
     if np.abs(steps - np.rint(steps)).max() < ALREADY_ROUNDED:
         scales = np.repeat(channel, blocks.shape[1], 1)
     else:
-        scales = _step(largest, 127)
+        scales = int8_step(largest)
     return Rounded(8, (np.rint(blocks / scales[..., None]) + 128).astype(np.uint8), scales)
 
 
@@ -75,9 +75,9 @@ def in_blocks(rows: FloatArray, block: int) -> FloatArray:
     return padded.reshape(len(rows), -1, block)
 
 
-def _step(largest: FloatArray, levels: int) -> FloatArray:
-    """What one step is worth when `largest` is `levels` of them."""
-    return np.where(largest == 0, np.float32(1), largest / np.float32(levels))
+def int8_step(largest: FloatArray) -> FloatArray:
+    """What one step is worth when `largest` is 127 of them; 1 where it is 0."""
+    return np.where(largest == 0, np.float32(1), largest / np.float32(127))
 
 
 def _in_pairs(integers: ByteArray) -> ByteArray:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from speccompile.graphs.contract import MICROSOFT
 from speccompile.graphs.passes.matching import lazy, number, replace, weight
 from speccompile.graphs.passes.pack_weights import products
+from speccompile.graphs.rounding import int8_step
 
 LARGEST = 127
 ZERO = 128
@@ -79,8 +80,7 @@ class IntegerProducts(ir.passes.InPlacePass):
 
 def channel_scales(table: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """float32 [N]: what one step of int8 is worth in each column of [K,N]."""
-    largest = np.abs(table).max(0)
-    return np.where(largest == 0, np.float32(1), largest / np.float32(LARGEST))
+    return int8_step(np.abs(table).max(0))
 
 
 def _rounded(table: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:

@@ -21,7 +21,7 @@ class PackTables(ir.passes.InPlacePass):
 
     Both operators read a channel's blocks one behind the other: for a tied table their initializers differ in shape
     only and hold the same bytes, which are written once (`compiler.write_graph`). An lm_head decides between
-    neighbouring logits: in four bits it costs SmolLM2-135M a seventh of its perplexity, in eight a thousandth.
+    neighbouring logits: rounded to four bits, SmolLM2's alone cost 6 % of perplexity, to eight none that showed.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
