@@ -7,12 +7,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from speccompile.compiler.calibrate import TOKENS as CALIBRATION_TOKENS
 from speccompile.compiler.calibrate import prompts, speak
@@ -22,8 +23,9 @@ from speccompile.compiler.eagle_head import EagleHead, read_eagle
 from speccompile.compiler.medusa_heads import MedusaHeads, check_against, read_heads
 from speccompile.compiler.prove import prove
 from speccompile.compiler.publish import staged
-from speccompile.compiler.quantise import PRECISIONS, quantise_target
+from speccompile.compiler.quantise import PRECISIONS, quantise_scatter, quantise_target
 from speccompile.compiler.write_graph import write_graph
+from speccompile.graphs import gqa, scatter
 from speccompile.graphs.draft_model import DraftTail
 from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError, TraceError
 from speccompile.graphs.manifest import (
@@ -40,9 +42,17 @@ from speccompile.graphs.manifest import (
     file_info,
 )
 from speccompile.graphs.medusa import MedusaModule, export_medusa
-from speccompile.graphs.passes import FoldWeights, PackTables, clean, finish_gqa_target, quantise
+from speccompile.graphs.passes import (
+    FoldWeights,
+    PackTables,
+    clean,
+    finish_gqa_target,
+    finish_scatter,
+    quantise,
+)
+from speccompile.graphs.passes.weight_only import KINDS as WEIGHT_ONLY
 from speccompile.graphs.settings import LOOKUP_TREE, LookaheadSettings, LookupSettings
-from speccompile.graphs.target import OPSET, Survey, Tail, TargetTail, survey, trace_gqa
+from speccompile.graphs.target import Survey, Tail, TargetTail, survey
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, load_tree
 from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.runtime.decoder import load
@@ -50,6 +60,16 @@ from speccompile.runtime.decoder import load
 DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
 DRAFT_PRECISIONS = ("int8", "fp32")
+# dialect -> precision of the target -> what its graph computes in
+DIALECTS: dict[str, dict[str, torch.dtype]] = {
+    "gqa": dict.fromkeys(PRECISIONS, torch.float32),
+    "scatter": {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        **dict.fromkeys(WEIGHT_ONLY, torch.float16),
+    },
+}
 DRAFT_TREE = AdaptiveChain(8, 0.4)
 EAGLE_TREE = DynamicTree(10, 0.1, depth=5)  # SmolLM2-135M in fp32 on two CPU cores
 EXACT = "exact"  # folder with graphs before rounding, while a bundle is made
@@ -60,11 +80,59 @@ VERSIONED = ("speccompile", "torch", "transformers", "onnx", "onnxscript", "onnx
 Report = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How the graphs of one bundle are made.
+
+    Args:
+        folder: of the bundle.
+        max_length: most tokens of prompt and answer.
+        dialect: of attention, one of `DIALECTS`.
+        precision: of the target's weights. In dialect scatter it is also what everything computes in; weights in eight
+            or four bits are multiplied in sixteen.
+        draft_precision: of the weights that draft, in dialect gqa. In scatter they are as wide as what is computed.
+        calibrate: see `build`.
+    """
+
+    folder: Path
+    max_length: int
+    dialect: str = "gqa"
+    precision: str = "fp32"
+    draft_precision: str = "fp32"
+    calibrate: bool = True
+    report: Report = lambda _: None
+
+    @property
+    def exact(self) -> Path:
+        """Folder for graphs that the proof needs beside the bundle's own; each is there if it is another."""
+        return self.folder / EXACT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DIALECTS[self.dialect][self.precision]
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether a last bit may tip an integer: then the target verifies chains only (see `runtime.decoder`)."""
+        return self.dialect == "gqa" and self.precision != "fp32"
+
+    @property
+    def rounds_drafts(self) -> bool:
+        return self.dialect == "gqa" and self.draft_precision != "fp32"
+
+    @property
+    def provable(self) -> bool:
+        """Whether ONNX Runtime's CPU kernels run the bundle's own graphs. What they lack, bfloat16, is proved on twins
+        in float32, from the same trace."""
+        return self.dtype != torch.bfloat16
+
+
 def build(
     model: Path,
     out: Path,
     *,
     method: str = "medusa",
+    dialect: str = "gqa",
     precision: str = "fp32",
     calibrate: bool = True,
     heads: Path | None = None,
@@ -84,7 +152,8 @@ def build(
     Args:
         model: transformers folder or .gguf file.
         method: one of `METHODS`.
-        precision: of the target's weights, one of `quantise.PRECISIONS`. What is emitted is then what plain decoding of
+        dialect: of attention: "gqa", made for ONNX Runtime, or "scatter", which TensorRT reads, too.
+        precision: of the target's weights, one of `DIALECTS[dialect]`. What is emitted is then what plain decoding of
             the rounded target emits.
         calibrate: whether weights are rounded with regard to what they are multiplied with, on answers that the model
             writes itself; else each to its nearest level.
@@ -95,7 +164,8 @@ def build(
         lookahead: W, N and G of method lookahead.
         lookup: how method prompt-lookup looks up; with another method that drafts, its guesses join those.
         tree: draft tree; default: what comes with heads, draft model or head, else a small one that fits them.
-        draft_precision: of the weights that draft, "fp32" or "int8"; what is emitted never depends on it.
+        draft_precision: of the weights that draft, "fp32" or "int8", in dialect gqa; what is emitted never depends on
+            it.
         max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
         report: called with what is being done.
 
@@ -103,15 +173,18 @@ def build(
         SpecCompileError: naming what is wrong; nothing is left behind.
     """
     _check_parts(method, heads, draft, head, norms, lookahead, lookup, tree, draft_precision)
-    if precision not in PRECISIONS:
-        raise SpecCompileError(f"--precision: '{precision}' is unknown; use one of {', '.join(PRECISIONS)}.")
+    if dialect not in DIALECTS:
+        raise SpecCompileError(f"--dialect: '{dialect}' is unknown; use one of {', '.join(DIALECTS)}.")
+    if precision not in DIALECTS[dialect]:
+        raise SpecCompileError(
+            f"--precision: '{precision}' is unknown in dialect {dialect}; use one of {', '.join(DIALECTS[dialect])}."
+        )
     with staged(out, force) as folder:
-        scratch = folder / EXACT
-        scratch.mkdir()
-        exact = scratch if draft_precision != "fp32" and METHODS[method][1] else None
-        exact_target = scratch if precision != "fp32" else None
         report("reading the model")
         source = read_model(model)
+        limit = _max_length(source, max_length)
+        plan = Plan(folder, limit, dialect, precision, draft_precision, calibrate, report)
+        plan.exact.mkdir()
         drafted = _read_heads(source, heads or model, report) if method == "medusa" else None
         small = _read_draft(source, draft, report) if draft is not None else None
         eagle = _read_eagle(source, head, norms or {}, report) if head is not None else None
@@ -120,36 +193,30 @@ def build(
         if method == "prompt-lookup":
             lookup = lookup or LookupSettings()
         chosen = tree or _default_tree(method, heads or draft or head, drafted, lookahead)
-        if precision != "fp32" and method == "lookahead":
+        if plan.rounds_activations and method == "lookahead":
             report(
                 f"warning: --method lookahead: of its guesses one is verified a round, as the target is in {precision}."
             )
-        if precision != "fp32" and METHODS[method][1]:
+        if plan.rounds_activations and METHODS[method][1]:
             if tree is None:
                 chosen = _one_path(chosen)
             elif chosen != _one_path(chosen):
                 report(f"warning: --tree: only its likeliest path is run, as the target is in {precision}.")
         if drafted:
             _check_tree(drafted, chosen, source)
-        limit = _max_length(source, max_length)
         with _refusing(source):
             found = survey(source.model, limit)
-        tail = _target_tail(drafted, eagle)
-        graphs = {"target": write_target(source, found, folder, tail, report, precision, exact_target, calibrate)}
+        graphs = {"target": write_target(source, found, _target_tail(drafted, eagle), plan)}
         draft_info = eagle_info = None
         if drafted:
             report("tracing the heads")
-            graphs["medusa"] = write_heads_graph(source, drafted, chosen, folder, exact)
+            graphs["medusa"] = write_heads_graph(source, drafted, chosen, plan)
         if small:
             with _refusing(small):
-                graphs["draft"], draft_info = write_draft_graph(
-                    small, chosen, limit, folder, exact, report, rounded=precision != "fp32"
-                )
+                graphs["draft"], draft_info = write_draft_graph(small, chosen, plan)
         if eagle:
             with _refusing(eagle):
-                graphs["eagle"], eagle_info = write_eagle_graph(
-                    eagle, chosen, limit, folder, exact, report, rounded=precision != "fp32"
-                )
+                graphs["eagle"], eagle_info = write_eagle_graph(eagle, chosen, plan)
         report("writing the tokenizer")
         tokenizer = write_tokenizer(source, folder)
         manifest = Manifest(
@@ -171,13 +238,12 @@ def build(
         write_manifest(manifest, folder)
         eager_heads = medusa_module(source, drafted, _top_k(chosen, drafted.draft_vocabulary)) if drafted else None
         try:
-            decoder = load(folder, check_hashes=False, capacity=PROOF_CAPACITY)
-            proof = prove(
-                decoder, source, eager_heads, small, eagle, report, exact, exact_target and exact_target / "target.onnx"
-            )
+            proved = folder if plan.provable else _twin_bundle(manifest, plan)
+            decoder = load(proved, check_hashes=False, capacity=PROOF_CAPACITY)
+            proof = prove(decoder, source, eager_heads, small, eagle, report, plan.exact if plan.provable else None)
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
-        shutil.rmtree(scratch)
+        shutil.rmtree(plan.exact)
         manifest = replace(manifest, proof=proof)
         write_manifest(manifest, folder)
         report("publishing")
@@ -239,83 +305,59 @@ def verify(
     return prove(decoder, source, eager, small, eagle, report)
 
 
-def write_target(
-    source: Source,
-    found: Survey,
-    folder: Path,
-    tail: TargetTail,
-    report: Report,
-    precision: str = "fp32",
-    exact: Path | None = None,
-    calibrate: bool = True,
-) -> GraphInfo:
-    """Trace, fuse and write target.onnx and its weights; weights fused on the way are made as they are written.
-
-    Args:
-        precision: of the weights; with another than "fp32", `exact` gets the graph before it was rounded.
-    """
+def write_target(source: Source, found: Survey, tail: TargetTail, plan: Plan) -> GraphInfo:
+    """Trace, fuse and write target.onnx and its weights; weights fused on the way are made as they are written."""
+    report, precision = plan.report, plan.precision
     report("tracing the target")
     with _refusing(source):
-        graph, traced = _fused(source.model, found, tail, "target", report)
-    if precision != "fp32":
-        assert exact is not None
+        graph, traced = _fused(source.model, found, tail, "target", plan)
+    if plan.dialect == "scatter":
+        if precision in WEIGHT_ONLY:
+            report("writing the exact target")
+            write_graph(graph.clone(), plan.exact, "target")
+            texts = _calibration(source, found, plan) if precision == "int4" else []
+            quantise_scatter(graph, precision, plan.exact / "target.onnx", texts, report)
+    elif precision != "fp32":
         report("writing the exact target")
-        write_graph(_folded(graph.clone()), exact, "target")
-        texts: Any = []
-        if calibrate:
-            report("writing text to calibrate on")
-            tokens = min(CALIBRATION_TOKENS, found.max_length)
-            texts = speak(OrtTarget(exact / "target.onnx"), prompts(source.tokenizer, tokens // 2), tokens)
-        quantise_target(graph, precision, exact / "target.onnx", texts, report)
+        write_graph(_folded(graph.clone()), plan.exact, "target")
+        texts = _calibration(source, found, plan)
+        quantise_target(graph, precision, plan.exact / "target.onnx", texts, report)
     else:
         _folded(graph)
     report("writing the target")
-    write_graph(graph, folder, "target")
-    return GraphInfo("target.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
+    write_graph(graph, plan.folder, "target")
+    return _graph_info("target", graph, traced, precision, plan)
 
 
-def write_draft_graph(
-    draft: DraftModel,
-    tree: DraftTree,
-    limit: int,
-    folder: Path,
-    exact: Path | None,
-    report: Report,
-    rounded: bool = False,
-) -> tuple[GraphInfo, DraftInfo]:
-    """Trace and write draft.onnx, on what it can of the target's weights, and the ids of its tokens.
+def _calibration(source: Source, found: Survey, plan: Plan) -> Any:
+    """Texts that the exact target has written to round its weights by; none if that is not wanted."""
+    if not plan.calibrate:
+        return []
+    plan.report("writing text to calibrate on")
+    tokens = min(CALIBRATION_TOKENS, found.max_length)
+    return speak(OrtTarget(plan.exact / "target.onnx"), prompts(source.tokenizer, tokens // 2), tokens)
 
-    Args:
-        exact: folder for the graph as it was traced; what is written to `folder` is then rounded to int8.
-        rounded: whether the target's embedding is in int8, so that the draft's own must be to be stored with it.
-    """
-    report("tracing the draft model")
-    found = survey(draft.model, min(limit, draft.max_length or limit))
+
+def write_draft_graph(draft: DraftModel, tree: DraftTree, plan: Plan) -> tuple[GraphInfo, DraftInfo]:
+    """Trace and write draft.onnx, on what it can of the target's weights, and the ids of its tokens."""
+    plan.report("tracing the draft model")
+    found = survey(draft.model, min(plan.max_length, draft.max_length or plan.max_length))
     tail = DraftTail(draft.token_ids, _top_k(tree, found.vocab_size))
-    info = _write_model(draft.model, found, tail, folder, "draft", report, exact, rounded)
-    return info, DraftInfo(architecture=draft.architecture, **_drafting_facts(draft, found, tail, folder))
+    info = _write_model(draft.model, found, tail, "draft", plan)
+    return info, DraftInfo(architecture=draft.architecture, **_drafting_facts(draft, found, tail, plan.folder))
 
 
-def write_eagle_graph(
-    head: EagleHead,
-    tree: DraftTree,
-    limit: int,
-    folder: Path,
-    exact: Path | None,
-    report: Report,
-    rounded: bool = False,
-) -> tuple[GraphInfo, EagleInfo]:
+def write_eagle_graph(head: EagleHead, tree: DraftTree, plan: Plan) -> tuple[GraphInfo, EagleInfo]:
     """Trace and write eagle.onnx and the ids of its tokens, as `write_draft_graph` does for a draft model.
 
     Its rope reaches as far as the target's positions, whatever its config says: heads are trained on short texts, and
     what they guess behind those may be worse, never wrong.
     """
-    report("tracing the EAGLE head")
-    found = survey(head.model, limit)
+    plan.report("tracing the EAGLE head")
+    found = survey(head.model, plan.max_length)
     tail = DraftTail(head.token_ids, _top_k(tree, found.vocab_size), with_state=True)
-    width = head.model.feature_width
-    info = _write_model(head.model, found, tail, folder, "eagle", report, exact, rounded, features=width)
-    facts = _drafting_facts(head, found, tail, folder)
+    info = _write_model(head.model, found, tail, "eagle", plan, features=head.model.feature_width)
+    facts = _drafting_facts(head, found, tail, plan.folder)
     return info, EagleInfo(architecture=head.layout, **facts, version=head.version, taps=list(head.form.taps))
 
 
@@ -343,29 +385,28 @@ def _target_tail(drafted: MedusaHeads | None, eagle: EagleHead | None) -> Target
 
 
 def _write_model(
-    model: Any,
-    found: Survey,
-    tail: Tail,
-    folder: Path,
-    name: str,
-    report: Report,
-    exact: Path | None,
-    rounded: bool,
-    features: int | None = None,
+    model: Any, found: Survey, tail: Tail, name: str, plan: Plan, features: int | None = None
 ) -> GraphInfo:
     """Trace and write what drafts, on what it can of the target's weights."""
-    graph, traced = _fused(model, found, tail, name, report, features)
-    report(f"writing the {name}")
-    if exact is not None:
-        write_graph(_folded(graph.clone()), exact, name)
-        if rounded:
-            PackTables()(graph)
-    _folded(graph)
-    if exact is not None:
-        quantise(graph)
-    write_graph(graph, folder, name, owner="target")
-    precision = "fp32" if exact is None else "int8"
-    return GraphInfo(f"{name}.onnx", "gqa", OPSET, precision, len(list(graph.graph)), traced)
+    graph, traced = _fused(model, found, tail, name, plan, features)
+    plan.report(f"writing the {name}")
+    precision = plan.precision if plan.precision in ("fp32", "bf16") else "fp16"
+    if plan.dialect == "gqa":
+        precision = "int8" if plan.rounds_drafts else "fp32"
+        if plan.rounds_drafts:
+            write_graph(_folded(graph.clone()), plan.exact, name)
+            if plan.rounds_activations:
+                PackTables()(graph)  # as the target's embedding is stored, for one to do
+        _folded(graph)
+        if plan.rounds_drafts:
+            quantise(graph)
+    write_graph(graph, plan.folder, name, owner="target")
+    return _graph_info(name, graph, traced, precision, plan)
+
+
+def _graph_info(name: str, graph: ir.Model, traced: int, precision: str, plan: Plan) -> GraphInfo:
+    opset = graph.opset_imports[""]
+    return GraphInfo(f"{name}.onnx", plan.dialect, opset, precision, len(list(graph.graph)), traced)
 
 
 def _folded(graph: ir.Model) -> ir.Model:
@@ -376,15 +417,50 @@ def _folded(graph: ir.Model) -> ir.Model:
 
 
 def _fused(
-    model: Any, found: Survey, tail: Tail, name: str, report: Report, features: int | None = None
+    model: Any, found: Survey, tail: Tail, name: str, plan: Plan, features: int | None = None
 ) -> tuple[ir.Model, int]:
     """The traced graph, fused, its weights not folded yet; and its nodes before fusing."""
-    graph = trace_gqa(model, found, tail, features)
+    if plan.dialect == "scatter":
+        graph, traced = _scattered(model, found, tail, plan.dtype, features)
+        if not plan.provable:
+            plan.report(f"tracing the {name}'s twin in fp32")
+            twin, _ = _scattered(model, found, tail, torch.float32, features)
+            if _kinds(graph) != _kinds(twin):
+                kind = type(model).__name__
+                raise TraceError(
+                    f"{kind}: its graph in {plan.precision} has other nodes than in fp32; use fp16 or fp32."
+                )
+            write_graph(twin, plan.exact, name, owner=None if name == "target" else "target")
+        return graph, traced
+    graph = gqa.trace_gqa(model, found, tail, features)
     clean(graph)
     traced = len(list(graph.graph))
-    report(f"fusing the {name}")
+    plan.report(f"fusing the {name}")
     finish_gqa_target(graph, one_as_two=isinstance(tail, TargetTail))
     return graph, traced
+
+
+def _scattered(model: Any, found: Survey, tail: Tail, dtype: torch.dtype, features: int | None) -> tuple[ir.Model, int]:
+    graph = scatter.trace_scatter(scatter.cast_model(model, dtype), found, scatter.cast_model(tail, dtype), features)
+    clean(graph)
+    traced = len(list(graph.graph))
+    finish_scatter(graph)
+    return graph, traced
+
+
+def _kinds(graph: ir.Model) -> list[str]:
+    return [node.op_type for node in graph.graph if node.op_type != "Cast"]
+
+
+def _twin_bundle(manifest: Manifest, plan: Plan) -> Path:
+    """The bundle with twins of its graphs, for the proof."""
+    for file in plan.folder.iterdir():
+        if file.is_file() and not (plan.exact / file.name).exists():
+            shutil.copy(file, plan.exact / file.name)
+    graphs = {name: replace(info, precision="fp32") for name, info in manifest.graphs.items()}
+    files = {f.name: file_info(f) for f in plan.exact.iterdir() if f.name != MANIFEST_FILE}
+    write_manifest(replace(manifest, graphs=graphs, files=files), plan.exact)
+    return plan.exact
 
 
 def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModule:
@@ -401,19 +477,19 @@ def medusa_module(source: Source, heads: MedusaHeads, top_k: int) -> MedusaModul
     ).eval()
 
 
-def write_heads_graph(
-    source: Source, heads: MedusaHeads, tree: DraftTree, folder: Path, exact: Path | None = None
-) -> GraphInfo:
-    """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten); `exact` as in
-    `write_draft_graph`."""
-    graph = export_medusa(medusa_module(source, heads, _top_k(tree, heads.draft_vocabulary)))
-    nodes = len(list(graph.graph))
-    if exact is not None:
-        write_graph(graph, exact, "medusa")
+def write_heads_graph(source: Source, heads: MedusaHeads, tree: DraftTree, plan: Plan) -> GraphInfo:
+    """Trace and write medusa.onnx, giving as many guesses per head as the tree has ranks (at least ten)."""
+    module = medusa_module(source, heads, _top_k(tree, heads.draft_vocabulary))
+    if not plan.provable:
+        write_graph(export_medusa(module), plan.exact, "medusa")
+    graph = export_medusa(module.to(plan.dtype))
+    nodes, precision = len(list(graph.graph)), {torch.float32: "fp32", torch.float16: "fp16"}.get(plan.dtype, "bf16")
+    if plan.rounds_drafts:
+        write_graph(graph, plan.exact, "medusa")
         quantise(graph)
-    write_graph(graph, folder, "medusa", owner="target")
-    precision = "fp32" if exact is None else "int8"
-    return GraphInfo("medusa.onnx", "plain", graph.opset_imports[""], precision, len(list(graph.graph)), nodes)
+        precision = "int8"
+    write_graph(graph, plan.folder, "medusa", owner="target")
+    return replace(_graph_info("medusa", graph, nodes, precision, plan), dialect="plain")
 
 
 def write_tokenizer(source: Source, folder: Path) -> TokenizerInfo:

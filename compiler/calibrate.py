@@ -87,6 +87,10 @@ class Activations:
             }
             for value in inputs:
                 if value.name not in feed:
-                    feed[value.name] = np.zeros((1, value.shape[1], count, value.shape[3]), np.float32)
+                    kind = np.float16 if value.type == "tensor(float16)" else np.float32
+                    feed[value.name] = np.zeros((1, value.shape[1], count, value.shape[3]), kind)
             found = self._session.run(self.names, feed)
-            yield {name: array.reshape(-1, array.shape[-1]) for name, array in zip(self.names, found, strict=True)}
+            yield {
+                name: array.reshape(-1, array.shape[-1]).astype(np.float32, copy=False)
+                for name, array in zip(self.names, found, strict=True)
+            }

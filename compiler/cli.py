@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from rich.console import Console
@@ -64,17 +64,21 @@ def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 class Commands(click.Group):
-    """The commands of this file, and those that measure, which live in tools."""
+    """The commands of this file, and those that live where their work is done."""
 
-    measuring = ("bench", "tune")
+    elsewhere: ClassVar = {
+        "bench": "speccompile.tools.bench.command",
+        "tune": "speccompile.tools.tune.command",
+        "engine": "speccompile.compiler.engine_command",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *self.measuring])
+        return sorted([*super().list_commands(ctx), *self.elsewhere])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.measuring:
+        if cmd_name not in self.elsewhere:
             return super().get_command(ctx, cmd_name)
-        module = importlib.import_module(f"speccompile.tools.{cmd_name}.command")
+        module = importlib.import_module(self.elsewhere[cmd_name])
         command: click.Command = getattr(module, cmd_name)
         return command
 
@@ -97,11 +101,15 @@ def commands() -> None:
     show_default=True,
 )
 @click.option(
+    "--dialect",
+    type=click.Choice(["gqa", "scatter"]),
+    help="Of attention: gqa for ONNX Runtime, scatter for TensorRT and batches. Default: gqa; with --engine scatter.",
+)
+@click.option(
     "--precision",
-    type=click.Choice(["fp32", "int8", "int4"]),
-    default="fp32",
-    show_default=True,
-    help="Of the target's weights; answers are then exactly those of the rounded target.",
+    type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4", "fp8"]),
+    help="Of the target's weights; answers are then exactly those of the rounded target. gqa: fp32 (default), int8, "
+    "int4; scatter: fp16 (default), fp32, bf16, and int8, int4, fp8, which are multiplied in fp16.",
 )
 @click.option(
     "--calibrate/--no-calibrate",
@@ -146,6 +154,12 @@ def commands() -> None:
     show_default=True,
     help="Of the weights that draft; what is emitted never depends on it.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+    help="Build TensorRT engines, too, as `engine` does afterwards, with its defaults.",
+)
+@click.option("--target", "targets", multiple=True, help="tensorrt-rtx: as in `engine`.")
 @click.option("--out", type=PATH, help="Folder of the bundle. Default: MODEL-METHOD.bundle in the current folder.")
 @click.option(
     "--max-length", type=int, help="Most tokens of prompt and answer. Default: the model's limit, at most 8192."
@@ -155,7 +169,8 @@ def commands() -> None:
 def build(
     model: Path,
     method: str,
-    precision: str,
+    dialect: str | None,
+    precision: str | None,
     calibrate: bool,
     heads: Path | None,
     draft: Path | None,
@@ -172,6 +187,8 @@ def build(
     depth: int | None,
     top_k: int | None,
     draft_precision: str,
+    engine: str | None,
+    targets: tuple[str, ...],
     out: Path | None,
     max_length: int | None,
     force: bool,
@@ -204,6 +221,15 @@ def build(
         lookahead = LookaheadSettings(**columns, **counts, from_prompt=pool_from_prompt)
     elif looks_up:
         lookup = LookupSettings(**counts, newest=match != "oldest")
+    dialect = dialect or ("gqa" if engine is None else "scatter")
+    if targets and engine is None:
+        raise click.UsageError("--target goes with --engine.")
+    trt = None
+    if engine is not None:
+        from speccompile.compiler.engine_command import load_module
+
+        trt = load_module(engine)
+    precision = precision or ("fp32" if dialect == "gqa" else "fp16")
     out = out or Path(f"{model.stem if model.suffix == '.gguf' else model.name}-{method}.bundle")
     measure = tree == "auto"
     if measure and nodes is not None:
@@ -213,6 +239,7 @@ def build(
             model,
             out,
             method=method,
+            dialect=dialect,
             precision=precision,
             calibrate=calibrate,
             heads=heads,
@@ -231,6 +258,10 @@ def build(
             from speccompile.tools.tune.tuning import tune as find
 
             manifest = find(out, report=report)
+        if trt is not None:
+            from speccompile.compiler.engine import build_engines
+
+            build_engines(trt, out, targets=targets or None, report=report)
     if as_json:
         click.echo(json.dumps(manifest.to_json()))
     else:

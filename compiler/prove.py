@@ -12,7 +12,8 @@ Each check names the layer of the pipeline that is wrong when it fails:
     draft     draft graph against the eager draft model, level by level  -> draft graph, its mask or positions
     eagle     head's graph against the eager head, level by level        -> head's graph, its mask, positions or states
     *_int8    the same in int8, with the bounds of rounding              -> how weights are packed
-    quality   a target in int8 or int4 against the exact one             -> how its weights are rounded
+    *_fp16    the same in fp16, with the bounds of rounding              -> an overflow, or a cast in the wrong place
+    quality   a target in fewer bits against the exact one               -> how its weights are rounded
     tokens    speculative greedy tokens against plain ones               -> decoding loop
 
 Checks against eager need the model; the others need only the bundle.
@@ -34,6 +35,7 @@ from speccompile.compiler.draft_model import DraftModel
 from speccompile.compiler.eagle_head import EagleHead
 from speccompile.compiler.quality import compare, held_out, logits_of
 from speccompile.graphs.errors import ProofError
+from speccompile.graphs.manifest import GraphInfo
 from speccompile.graphs.medusa import MedusaModule
 from speccompile.graphs.target import tapping
 from speccompile.graphs.tree import TokenTree
@@ -50,21 +52,25 @@ BRANCHING = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0]])
 PROOF_TREE_NODES = 16
 PROOF_TOKENS = 48
 
-# Logits are compared relative to their largest size: float32 carries 24 bits, and a 30-layer model loses about ten.
-LOGIT_TOLERANCE = 1e-4
-# Two logits closer than this are a tie that rounding may decide either way (DESIGN.md, "Must be shown").
-TIE_GAP = 1e-4
+# Logits are compared relative to their largest size: float32 carries 24 bits, and a 30-layer model loses about ten;
+# float16 carries eleven, and loses four (SmolLM2: 3e-3). What drafts in int8 rounds weights and activations (127 steps
+# each): a third of this at most, seen on SmolLM2.
+LOGIT_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "int8": 0.1}
+# Two logits closer than this are a tie that rounding may decide either way (DESIGN.md, "Must be shown"): two calls of
+# one graph, which differ in nothing but how many rows they have, differ by as much.
+TIE_GAP = {"fp32": 1e-4, "fp16": 0.05}
 LOGPROB_TOLERANCE = 1e-3
-# Drafting graphs in int8 round weights and activations (127 steps each). Seen on SmolLM2: a third of these at most.
-INT8_LOGIT_TOLERANCE = 0.1
-INT8_LOGPROB_TOLERANCE = 1.0
+HEADS_TOLERANCE = {"fp32": LOGPROB_TOLERANCE, "fp16": 0.1, "int8": 1.0}  # log-probabilities
 LONE_ROWS, MANY_ROWS = 9, 33
 LONE_ROW = (
     "this CPU's kernels, which compute a lone row differently: decoding with rounded weights would not be exact here, "
     "use --precision fp32"
 )
 LARGEST_DIVERGENCE = 0.5  # nats a token between a rounded target and the exact one. SmolLM2 in int4: 0.1
-ROUNDING = "rounding to int8, which these weights do not bear: use --draft-precision fp32"
+ROUNDING = {
+    "int8": "rounding to int8, which these weights do not bear: use --draft-precision fp32",
+    "fp16": "rounding to fp16, which these weights do not bear: use --precision fp32",
+}
 
 Array = npt.NDArray[Any]
 Report = Callable[[str], None]
@@ -72,8 +78,13 @@ Report = Callable[[str], None]
 
 @dataclass
 class Proof:
-    """Figures and bounds so far; `require` fails at the first figure beyond its bound."""
+    """Figures and bounds so far; `require` fails at the first figure beyond its bound.
 
+    Args:
+        computes: "fp32" or "fp16", what the target computes in.
+    """
+
+    computes: str = "fp32"
     figures: dict[str, Any] = field(default_factory=dict)
 
     def require(self, name: str, difference: float, bound: float, blame: str) -> None:
@@ -85,6 +96,10 @@ class Proof:
         if difference >= known["difference"]:
             self.figures[name] = {"difference": float(difference), "bound": float(bound)}
 
+    def bound(self, logits: Array) -> float:
+        """How far other logits of the target may be from these."""
+        return LOGIT_TOLERANCE[self.computes] * float(np.abs(logits).max())
+
 
 def prove(
     decoder: Decoder,
@@ -94,7 +109,6 @@ def prove(
     eagle: EagleHead | None = None,
     report: Report = lambda _: None,
     exact: Path | None = None,
-    exact_target: Path | None = None,
 ) -> dict[str, Any]:
     """Run every check that the arguments allow.
 
@@ -103,8 +117,8 @@ def prove(
         heads: the eager heads to compare with, giving as many guesses as the bundle's.
         draft: the draft model to compare with, its lm_head cut down as the bundle's is.
         eagle: the EAGLE head to compare with.
-        exact: folder with the drafting graphs before their weights were rounded to int8, when they were.
-        exact_target: the target before its weights were rounded, when they were: it is what is held against the model.
+        exact: folder with graphs as they were before their weights were rounded, of those that were: they are what is
+            held against the model.
 
     Returns:
         figures for the manifest: per check its largest difference and the bound, and counts of tokens.
@@ -112,15 +126,18 @@ def prove(
     Raises:
         ProofError: naming the check that failed and the layer of the pipeline that it blames.
     """
-    proof = Proof()
+    info = decoder.bundle.manifest.graphs["target"]
+    rounded = info.precision not in TIE_GAP
+    proof = Proof(computes_in(info))
     prompts = [_encode(decoder, text) for text in PROMPTS]
     trees = [BRANCHING]
     if isinstance(decoder.tree, TokenTree) and len(decoder.tree) > 1:
         trees.append(decoder.tree.prune(PROOF_TREE_NODES))
     rng = np.random.default_rng(0)
-    rounded = decoder.bundle.manifest.graphs["target"].precision != "fp32"
     # What is held against the model: a rounded target says something else, by more than the faults that are looked for.
-    whole = OrtTarget(exact_target) if exact_target is not None else None if rounded else decoder.target
+    whole = None if rounded else decoder.target
+    if exact is not None and (exact / "target.onnx").is_file():
+        whole = OrtTarget(exact / "target.onnx")
     for number, prompt in enumerate(prompts):
         rows = LONE_ROWS if number else MANY_ROWS
         report(f"proving logits, prompt {number + 1} of {len(prompts)}")
@@ -128,13 +145,13 @@ def prove(
             for tree in trees:
                 tokens = rng.integers(decoder.target.vocab_size, size=len(tree))
                 _prove_logits(proof, whole, source, prompt, tree, tokens)
-        _prove_rows(proof, decoder.target, rounded, prompt, rng.integers(decoder.target.vocab_size, size=rows))
+        _prove_rows(proof, decoder.target, decoder.in_order, prompt, rng.integers(decoder.target.vocab_size, size=rows))
     if rounded and (source is not None or whole is not None):
         report("measuring what rounding costs")
         proof.figures["quality"] = _quality(decoder, whole, source)
     if source is not None and heads is not None and decoder.heads is not None:
         report("proving the heads")
-        if exact is not None:
+        if exact is not None and (exact / "medusa.onnx").is_file():
             _prove_heads(
                 proof, whole, decoder, OrtHeads(exact / "medusa.onnx", threads=1), "fp32", source, heads, prompts
             )
@@ -148,7 +165,7 @@ def prove(
         if not np.array_equal(names, decoder.draft_tokens):  # type: ignore[arg-type]  # None equals None
             raise ProofError(f"proof '{name}_topk': the bundle's list of draft tokens is another than in {given.path}.")
         graphs = [(decoder.draft, decoder.bundle.manifest.graphs[name].precision)]
-        if exact is not None:
+        if exact is not None and (exact / f"{name}.onnx").is_file():
             graphs.insert(0, (OrtTarget(exact / f"{name}.onnx", threads=1), "fp32"))
         for graph, precision in graphs:
             for prompt in prompts:
@@ -184,7 +201,7 @@ def _prove_logits(
     cache = target.open(len(prompt) + len(tree) + 2)
     ids = np.array(prompt)
     first = _run(cache, ids, TokenTree.chain(len(prompt) - 1))
-    bound = LOGIT_TOLERANCE * float(np.abs(first).max())
+    bound = proof.bound(first)
     if source is not None:
         eager, _ = eager_logits(source, prompt)
         proof.require("prefill", _distance(first, eager), bound, "the traced graph or its weights")
@@ -215,10 +232,10 @@ def _prove_logits(
     proof.require("commit", _distance(after[0], fresh[-1]), bound, "committing rows in the cache")
 
 
-def _prove_rows(proof: Proof, target: OrtTarget, rounded: bool, prompt: list[int], tokens: Array) -> None:
+def _prove_rows(proof: Proof, target: OrtTarget, exactly: bool, prompt: list[int], tokens: Array) -> None:
     """Tokens one by one, as plain decoding runs them, against the same in calls of several, as they are verified.
 
-    A rounded target has no tolerance: see `passes.derive_gqa_inputs`.
+    A target that rounds activations has no tolerance: see `passes.derive_gqa_inputs`.
     """
     cache = target.open(len(prompt) + len(tokens))
     first = _run(cache, np.array(prompt), TokenTree.chain(len(prompt) - 1))
@@ -227,8 +244,8 @@ def _prove_rows(proof: Proof, target: OrtTarget, rounded: bool, prompt: list[int
     for token in tokens:
         alone.append(_run(cache, np.array([token]), TokenTree.chain(0))[0])
         cache.commit([0])
-    bound = 0.0 if rounded else LOGIT_TOLERANCE * float(np.abs(first).max())
-    blame = LONE_ROW if rounded else "the kernels: rows depend on their neighbours"
+    bound = 0.0 if exactly else proof.bound(first)
+    blame = LONE_ROW if exactly else "the kernels: rows depend on their neighbours"
     for count in {*range(1, LONE_ROWS + 1), len(tokens)}:
         cache.truncate(len(prompt))
         together = _run(cache, tokens[:count], TokenTree.chain(count - 1))
@@ -251,8 +268,7 @@ def _quality(decoder: Decoder, whole: OrtTarget | None, source: Source | None) -
 
 
 def _require_hidden(proof: Proof, hidden: Array, want: Array) -> None:
-    bound = LOGIT_TOLERANCE * float(np.abs(want).max())
-    proof.require("hidden", _distance(hidden, want), bound, "the feature output of the target graph")
+    proof.require("hidden", _distance(hidden, want), proof.bound(want), "the feature output of the target graph")
 
 
 def eager_logits(source: Source, ids: list[int]) -> tuple[Array, Array]:
@@ -277,7 +293,7 @@ def _prove_heads(
     heads: MedusaModule,
     prompts: list[list[int]],
 ) -> None:
-    name, tolerance = ("heads", LOGPROB_TOLERANCE) if precision == "fp32" else ("heads_int8", INT8_LOGPROB_TOLERANCE)
+    name, tolerance = _named("heads", precision), HEADS_TOLERANCE[precision]
     for prompt in prompts:
         count = len(prompt)
         cache = (whole or decoder.target).open(count)
@@ -289,9 +305,7 @@ def _prove_heads(
         with torch.no_grad():
             want_ids, want = (part[0, 0].numpy() for part in heads(torch.from_numpy(hidden[:, -1:].copy())))
         ids, logprobs = graph.run(hidden[0, -1])
-        proof.require(
-            name, _distance(logprobs, want), tolerance, "the heads graph" if precision == "fp32" else ROUNDING
-        )
+        proof.require(name, _distance(logprobs, want), tolerance, ROUNDING.get(precision, "the heads graph"))
         if precision != "fp32":
             continue
         swapped = ids != want_ids  # only neighbours whose log-probabilities tie may trade places
@@ -308,7 +322,7 @@ def _prove_draft(
     proof: Proof, decoder: Decoder, graph: OrtTarget, precision: str, draft: DraftModel, prompt: list[int]
 ) -> None:
     """A tree run level by level behind the prompt, as it is drafted, against every path in the eager model."""
-    name, tolerance = ("draft", LOGIT_TOLERANCE) if precision == "fp32" else ("draft_int8", INT8_LOGIT_TOLERANCE)
+    name, tolerance = _named("draft", precision), LOGIT_TOLERANCE[precision]
     tree, info = BRANCHING, decoder.bundle.manifest.draft
     assert info is not None
     prompt = prompt[-max(1, info.max_length - len(tree)) :]  # it may know fewer positions than the target
@@ -328,7 +342,7 @@ def _prove_draft(
         with torch.no_grad():
             eager = draft.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float().numpy()
         bound = tolerance * float(np.abs(eager).max())
-        blame = "the draft graph, its tree mask or positions" if precision == "fp32" else ROUNDING
+        blame = "the draft graph, its tree mask or positions" if precision == "fp32" else ROUNDING[precision]
         proof.require(name, _distance(logits, eager), bound, blame)
         _require_topk(proof, "draft_topk", decoder.draft_tokens, logits, *best)
 
@@ -356,7 +370,7 @@ def _prove_eagle(
     prompt: list[int],
 ) -> None:
     """Features of the target graph, and a tree run level by level behind them, against every path in the eager head."""
-    name, tolerance = ("eagle", LOGIT_TOLERANCE) if precision == "fp32" else ("eagle_int8", INT8_LOGIT_TOLERANCE)
+    name, tolerance = _named("eagle", precision), LOGIT_TOLERANCE[precision]
     tree, count = BRANCHING, len(prompt)
     tokens = np.random.default_rng(1).integers(decoder.target.vocab_size, size=len(tree))
     chain = TokenTree.chain(count - 1)
@@ -384,11 +398,15 @@ def _prove_eagle(
         out = cache.run(tokens[level], cache.length + tree.depths[level] - 1, mask, rows, features=above)
         for row, node in enumerate(level.tolist()):
             found[node] = out.logits[0, row].copy(), _state(out, row), _topk(out, row)
-    blame = "the head's graph, its tree mask, positions or states" if precision == "fp32" else ROUNDING
+    blame = "the head's graph, its tree mask, positions or states" if precision == "fp32" else ROUNDING[precision]
     for node, (logits, state, best) in found.items():
         for got, eager in zip((logits, state), wanted[node], strict=True):
             proof.require(name, _distance(got, eager) / max(float(np.abs(eager).max()), 1e-9), tolerance, blame)
         _require_topk(proof, "eagle_topk", decoder.draft_tokens, logits, *best)
+
+
+def _named(what: str, precision: str) -> str:
+    return what if precision == "fp32" else f"{what}_{precision}"
 
 
 def _state(output: StepOutput, row: int) -> Array:
@@ -438,13 +456,24 @@ def _prove_tokens(decoder: Decoder, prompts: list[list[int]]) -> dict[str, int]:
         if (place := first_difference(speculative.token_ids, plain.token_ids)) is None:
             continue
         gap = top_two_gap(decoder, [*prompt, *plain.token_ids[:place]])
-        if gap >= TIE_GAP or decoder.in_order:  # a rounded target's logits are the same to the bit: no ties
+        # Where activations are rounded, logits are the same to the bit: no ties.
+        if gap >= tie_gap(decoder) or decoder.in_order:
             raise ProofError(
                 f"proof 'tokens': speculative and plain greedy tokens differ on prompt {number + 1} at token {place}, "
                 f"where the best two logits are {gap:.3g} apart; the fault lies in the decoding loop."
             )
         ties += 1
     return {"prompts": len(prompts), "compared": compared, "ties": ties, "rounds": rounds, "emitted": emitted}
+
+
+def computes_in(target: GraphInfo) -> str:
+    """ "fp32" or "fp16": dialect gqa makes weights whole again, scatter multiplies them in the bits they have."""
+    return "fp32" if target.dialect == "gqa" or target.precision == "fp32" else "fp16"
+
+
+def tie_gap(decoder: Decoder) -> float:
+    """Two of its logits closer than this are a tie, which rounding may decide either way."""
+    return TIE_GAP[computes_in(decoder.bundle.manifest.graphs["target"])]
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:

@@ -14,10 +14,13 @@ from speccompile.graphs.manifest import MANIFEST_FILE
 
 
 @contextmanager
-def staged(target: Path, replace: bool = False) -> Iterator[Path]:
+def staged(target: Path, replace: bool = False, marker: str = MANIFEST_FILE) -> Iterator[Path]:
     """A fresh folder to fill; it becomes `target` when the block ends without an error, and is removed otherwise.
 
     What killed runs left beside the same target is cleaned up first.
+
+    Args:
+        marker: the file without which a folder is never replaced.
 
     Raises:
         BundleError: when `target` exists and may not be replaced (only a bundle may ever be), its parent cannot be
@@ -26,7 +29,7 @@ def staged(target: Path, replace: bool = False) -> Iterator[Path]:
     target = target.absolute()  # "." has no name
     if target.exists() and not replace:
         raise BundleError(f"{target}: already exists; give another --out, or --force to replace it.")
-    if target.exists() and not (target / MANIFEST_FILE).is_file():
+    if target.exists() and not (target / marker).is_file():
         raise BundleError(f"{target}: is not a bundle, and --force replaces nothing else; give another --out.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

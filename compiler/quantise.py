@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,17 @@ from torch import Tensor
 
 from speccompile.compiler.calibrate import Activations
 from speccompile.graphs.errors import TraceError
-from speccompile.graphs.passes import FoldWeights, IntegerProducts, PackTables, PackWeights, Smooth, clean, smoothable
+from speccompile.graphs.passes import (
+    FoldWeights,
+    IntegerProducts,
+    PackTables,
+    PackWeights,
+    Smooth,
+    WeightOnly,
+    clean,
+    smoothable,
+    weight_only,
+)
 from speccompile.graphs.passes.integer_products import LARGEST, channel_scales
 from speccompile.graphs.passes.pack_weights import WORTH_PACKING, products
 from speccompile.graphs.rounding import Rounded, in_blocks
@@ -46,7 +57,7 @@ Report = Callable[[str], None]
 def quantise_target(
     graph: ir.Model, precision: str, exact: Path, texts: Sequence[Sequence[int]], report: Report
 ) -> None:
-    """Round the weights of a finished target.
+    """Round the weights of a finished target of dialect gqa.
 
     Args:
         graph: fresh from `passes.finish_gqa_target`.
@@ -70,7 +81,11 @@ def quantise_target(
     else:
         PackWeights(accepts=around_attention)(graph)
         if len(texts):
-            rounded = gptq(graph, exact, texts, report)
+            tables = [
+                Table(node, str(node.inputs[1].name), lambda node=node: _table(node).T)  # type: ignore[union-attr,misc]
+                for node in products(graph)
+            ]
+            rounded = gptq(tables, exact, texts, report)
             PackWeights(lambda name, _: rounded[name], bits=4, block=INT4_BLOCK, zeros=True)(graph)
         else:
             PackWeights(lambda _, rows: nearest_int4(rows), bits=4, block=INT4_BLOCK, zeros=True)(graph)
@@ -80,6 +95,45 @@ def quantise_target(
             f"--precision: {left / before:.0%} of the model's weights are in operators that {precision} does not reach "
             "(such as stacks of experts); use --precision fp32."
         )
+
+
+def quantise_scatter(
+    graph: ir.Model, precision: str, exact: Path, texts: Sequence[Sequence[int]], report: Report
+) -> None:
+    """Round the weights of a finished target of dialect scatter, which are multiplied in the sixteen bits it computes
+    in.
+
+    Args:
+        graph: fresh from `passes.finish_scatter`.
+        precision: "int8", "int4" or "fp8".
+        exact, texts: as in `quantise_target`; only int4 is calibrated.
+
+    Raises:
+        TraceError: as in `quantise_target`.
+    """
+    rounded: dict[str, Rounded] = {}
+    if precision == "int4":
+        WeightOnly("int8", accepts=around_attention)(graph)
+        clean(graph)  # what no product reads any more would seem left out
+        if len(texts):
+            rounded = gptq(_four_bit_tables(graph), exact, texts, report, even=True)
+    WeightOnly(precision, (lambda name, _: rounded[name]) if rounded else None)(graph)
+    clean(graph)
+
+
+def _four_bit_tables(graph: ir.Model) -> list[Table]:
+    heads, found = weight_only.lm_heads(graph), list[Table]()
+    for product in weight_only.products(graph):
+        tensor = product.table.const_value
+        if product.node in heads or product.sizes[0] % weight_only.INT4_BLOCKS[-1] or tensor is None:
+            continue
+
+        def rows(tensor: ir.TensorProtocol = tensor, turned: bool = product.turned) -> Array:
+            read = tensor.numpy().astype(np.float32)
+            return read if turned else read.T
+
+        found.append(Table(product.node, str(product.table.name), rows))
+    return found
 
 
 def _unrounded(graph: ir.Model) -> int:
@@ -182,7 +236,7 @@ def around_attention(product: ir.Node) -> bool:
             seen.add(id(value))
             producer = value.producer()
             for node in [use.node for use in value.uses()] if forward else [producer] if producer else []:
-                if node.op_type == "GroupQueryAttention":
+                if node.op_type in ("GroupQueryAttention", "Attention"):
                     return True
                 if node.op_type not in ("MatMul", "MatMulNBits"):
                     waiting += node.outputs if forward else node.inputs
@@ -191,13 +245,28 @@ def around_attention(product: ir.Node) -> bool:
     return reaches(product.outputs[0], True) or reaches(product.inputs[0], False)
 
 
-def gptq(graph: ir.Model, exact: Path, texts: Sequence[Sequence[int]], report: Report) -> dict[str, Rounded]:
-    """By the name of a product's weights, what they are rounded to."""
-    readers: dict[str, list[ir.Node]] = defaultdict(list)
-    for node in products(graph):
-        readers[str(node.inputs[0].name)].append(node)  # type: ignore[union-attr]
+@dataclass(frozen=True)
+class Table:
+    """Weights of a product: its node, their name, and what gives them as float32 [N,K]."""
+
+    node: ir.Node
+    name: str
+    rows: Callable[[], Array]
+
+
+def gptq(
+    tables: Sequence[Table], exact: Path, texts: Sequence[Sequence[int]], report: Report, even: bool = False
+) -> dict[str, Rounded]:
+    """By name, what tables are rounded to.
+
+    Args:
+        even: see `round_with_hessian`, as is the block that goes with it.
+    """
+    readers: dict[str, list[Table]] = defaultdict(list)
+    for table in tables:
+        readers[str(table.node.inputs[0].name)].append(table)  # type: ignore[union-attr]
     rounded: dict[str, Rounded] = {}
-    for names in _groups({name: len(_table(nodes[0])) for name, nodes in readers.items()}):
+    for names in _groups({name: readers[name][0].rows().shape[1] for name in readers}):
         report(f"gathering second moments of {len(names)} activations")
         hessians: dict[str, Tensor] = {}
         for found in Activations(exact, names).of(texts):
@@ -206,14 +275,15 @@ def gptq(graph: ir.Model, exact: Path, texts: Sequence[Sequence[int]], report: R
                 hessians[name] = hessians[name].addmm_(x.T, x) if name in hessians else x.T @ x
         for name in names:
             hessian = hessians.pop(name)
-            for node in readers[name]:
-                report(f"rounding weights, {len(rounded) + 1} of {sum(map(len, readers.values()))}")
-                weights = torch.from_numpy(np.ascontiguousarray(_table(node).T))
-                rounded[str(node.inputs[1].name)] = round_with_hessian(weights, hessian)  # type: ignore[union-attr]
+            for table in readers[name]:
+                report(f"rounding weights, {len(rounded) + 1} of {len(tables)}")
+                weights = torch.from_numpy(np.ascontiguousarray(table.rows()))
+                block = weight_only.int4_block(weights.shape[1]) if even else INT4_BLOCK
+                rounded[table.name] = round_with_hessian(weights, hessian, block, even)
     return rounded
 
 
-def round_with_hessian(weights: Tensor, hessian: Tensor, block: int = INT4_BLOCK) -> Rounded:
+def round_with_hessian(weights: Tensor, hessian: Tensor, block: int = INT4_BLOCK, even: bool = False) -> Rounded:
     """GPTQ: columns are rounded one by one, the one that matters most first, and what each was rounded by is made good
     by those still to come. The ranges of all blocks are chosen before (its "act-order" with "static groups").
 
@@ -223,10 +293,15 @@ def round_with_hessian(weights: Tensor, hessian: Tensor, block: int = INT4_BLOCK
     Args:
         weights: float32 [N,K].
         hessian: float32 [K,K], the sum of x xT over the activations x.
+        even: levels lie evenly around zero, without zeros of their own, and scales are numbers of float16.
     """
     outer, inner = weights.shape
     blocks = torch.from_numpy(in_blocks(weights.numpy(), block))
-    scales, zeros = (part.reshape(outer, -1) for part in block_range(blocks.reshape(-1, block)))
+    if even:
+        scales = torch.from_numpy(weight_only.nearest(weights.numpy(), 4, block, np.float16).scales)
+        zeros = torch.full_like(scales, 8)
+    else:
+        scales, zeros = (part.reshape(outer, -1) for part in block_range(blocks.reshape(-1, block)))
     hessian = hessian.clone()
     silent = hessian.diagonal() == 0
     hessian[silent, silent] = 1
@@ -249,7 +324,8 @@ def round_with_hessian(weights: Tensor, hessian: Tensor, block: int = INT4_BLOCK
         left[:, last:] -= errors @ upper[first:last, last:]
     integers = np.zeros((outer, blocks.shape[1] * block), np.uint8)
     integers[:, order.numpy()] = whole.numpy().astype(np.uint8)
-    return Rounded(4, integers.reshape(outer, -1, block), scales.numpy(), zeros.numpy().astype(np.uint8))
+    own = None if even else zeros.numpy().astype(np.uint8)
+    return Rounded(4, integers.reshape(outer, -1, block), scales.numpy(), own)
 
 
 def nearest_int4(rows: Array) -> Rounded:

@@ -4,9 +4,7 @@ transformers lets a model be run with a foreign attention function (`AttentionIn
 traced, ours takes each layer's past from the `Trace` at hand, emits the dialect's operator, and hands the
 present back to the `Trace`.
 
-Dialect `gqa` (ONNX Runtime): com.microsoft.GroupQueryAttention with the mask in `attention_bias`. The window
-of a sliding layer counts positions, and a tree puts several slots at one position, so windows live in the
-bias and never in the operator's `local_window_size`, which counts slots.
+There are two dialects: `graphs.gqa` and `graphs.scatter`.
 """
 
 from __future__ import annotations
@@ -16,11 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from speccompile.graphs import contract
 from speccompile.graphs.errors import TraceError
 
 ATTENTION_NAME = "speccompile"
@@ -52,16 +48,18 @@ class Trace:
 
     Args:
         past: per layer (key, value) [B,Hkv,C,D]; empty while the model is only surveyed.
-        biases: additive mask [B,1,T,past+T] by window (None for full attention).
-        seqlens_k, total: GroupQueryAttention's int32 [B] (tokens - 1) and scalar (largest past + T).
+        biases: additive mask by window (None for full attention), [B,1,T,past+T] or [B,1,T,C] as the dialect has it.
         position_ids: int64 [B,T].
+        past_length: `scatter`: int64 [B], where the new rows are written.
+        seqlens_k, total: `gqa`: int32 [B] (tokens - 1) and scalar (largest past + T).
     """
 
     past: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     biases: dict[int | None, Tensor] = field(default_factory=dict)
+    position_ids: Tensor | None = None
+    past_length: Tensor | None = None
     seqlens_k: Tensor | None = None
     total: Tensor | None = None
-    position_ids: Tensor | None = None
     layers: list[AttentionLayer] = field(default_factory=list)
     present: list[Tensor] = field(default_factory=list)
 
@@ -116,38 +114,6 @@ def survey_attention(trace: Trace) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         trace.layers.append(describe_layer(module, query, key, value, options))
         return query.transpose(1, 2).contiguous(), None
-
-    return attend
-
-
-def gqa_attention(trace: Trace) -> Callable[..., tuple[Tensor, None]]:
-    """The `gqa` dialect: past and present are [B,Hkv,C,D] and may be one buffer."""
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, None]:
-        layer = describe_layer(module, query, key, value, options)
-        past_key, past_value = trace.past[len(trace.present) // 2]
-        batch, tokens = query.shape[0], query.shape[2]
-
-        def flat(states: Tensor) -> Tensor:
-            return states.transpose(1, 2).reshape(batch, tokens, -1)
-
-        attributes: dict[str, Any] = {"num_heads": layer.heads, "kv_num_heads": layer.kv_heads, "scale": layer.scale}
-        if layer.softcap:
-            attributes["softcap"] = layer.softcap
-        inputs = [flat(query), flat(key), flat(value), past_key, past_value, trace.seqlens_k, trace.total]
-        inputs += [None, None, None, trace.biases[layer.window]]
-        out, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
-            f"{contract.MICROSOFT}::GroupQueryAttention",
-            inputs,
-            attributes,
-            dtypes=[query.dtype] * 3,
-            shapes=[(batch, tokens, layer.heads * layer.head_dim), tuple(past_key.shape), tuple(past_value.shape)],
-            version=1,
-        )
-        trace.present += [present_key, present_value]
-        return out.reshape(batch, tokens, layer.heads, layer.head_dim), None
 
     return attend
 

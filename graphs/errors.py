@@ -25,6 +25,10 @@ class TraceError(SpecCompileError):
     """A model that cannot be turned into a faithful graph."""
 
 
+class EngineError(SpecCompileError):
+    """A graph that TensorRT refuses, or reads as something else than it says."""
+
+
 class ProofError(SpecCompileError):
     """A finished graph that disagrees with eager PyTorch or with plain decoding."""
 

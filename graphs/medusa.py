@@ -24,7 +24,7 @@ Block = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class MedusaModule(torch.nn.Module):
-    """All heads at once, in the weights' dtype; `hidden` must have the same.
+    """All heads at once, in the weights' dtype; `hidden` and log-probabilities are float32 whatever that is.
 
     Decoding runs one row, so the cost is reading weights, each once: the heads' first blocks read the same
     row and are one [H, heads*H] product, and heads that share an lm_head meet in one [heads, H] x [H, Vd]
@@ -92,6 +92,7 @@ class MedusaModule(torch.nn.Module):
         self.register_buffer(name, None if tensor is None else tensor.detach().contiguous())
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden.to(self.first_weight.dtype)
         first = _affine(hidden @ self.first_weight, self.first_bias)  # [B,R,heads*H]
         first = first.unflatten(-1, (self.heads, self.hidden_size))
         states = hidden.unsqueeze(2) + silu(first)  # [B,R,heads,H]
@@ -129,10 +130,10 @@ def _affine(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 def export_medusa(module: MedusaModule) -> onnx_ir.Model:
     """Trace the heads to ONNX with standard operators, B and R dynamic, names as in the contract.
 
-    The graph computes in the module's dtype (`module.half()` for fp16); log-probabilities are always float32.
+    The graph computes in the module's dtype (`module.half()` for fp16).
     """
     # Sizes 0 and 1 would be taken for constants.
-    hidden = torch.zeros(2, 3, module.hidden_size, dtype=module.first_weight.dtype)
+    hidden = torch.zeros(2, 3, module.hidden_size)
     with quiet_exporter():
         program = torch.onnx.export(
             module.eval(),

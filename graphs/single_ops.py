@@ -27,28 +27,29 @@ class RotaryTables:
     """cos and sin of every position, as the model's own rotary modules compute them.
 
     Args:
-        calls: for each distinct call of a rotary module seen in the survey, (module, extra arguments).
+        calls: for each distinct call of a rotary module seen in the survey, (name of the module in the model, extra
+            arguments).
         tables: (cos, sin) of the call with the same index, [positions, rotary_dim] each, float32.
     """
 
-    calls: list[tuple[nn.Module, Hashable]] = field(default_factory=list)
+    calls: list[tuple[str, Hashable]] = field(default_factory=list)
     tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
-def rotary_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that turn positions into (cos, sin)."""
-    return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that turn positions into (cos, sin), by name."""
+    return {name: m for name, m in model.named_modules() if type(m).__name__.endswith("RotaryEmbedding")}
 
 
 @contextmanager
 def record_rotary(model: nn.Module, positions: int, found: RotaryTables) -> Iterator[None]:
     """While `model` runs eagerly, tabulate each rotary module for positions 0 .. positions-1."""
 
-    def wrap(module: nn.Module) -> Callable[[], None]:
+    def wrap(name: str, module: nn.Module) -> Callable[[], None]:
         original = module.forward
 
         def forward(x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-            call = (module, (args, tuple(sorted(options.items()))))
+            call = (name, (args, tuple(sorted(options.items()))))
             if call not in found.calls:
                 every = torch.arange(positions, device=position_ids.device)[None]
                 out = original(x.float(), every, *args, **options)
@@ -60,7 +61,7 @@ def record_rotary(model: nn.Module, positions: int, found: RotaryTables) -> Iter
         module.forward = forward  # type: ignore[method-assign]
         return lambda: delattr(module, "forward")
 
-    with _undoing([wrap(module) for module in rotary_modules(model)]):
+    with _undoing([wrap(*item) for item in rotary_modules(model).items()]):
         yield
 
 
@@ -76,12 +77,12 @@ def emit_rotary(
     """
     handed_out: dict[int, tuple[Tensor, int]] = {}  # id of cos -> (cos, kept alive so that the id stays its own; table)
 
-    def wrap_module(module: nn.Module) -> Callable[[], None]:
+    def wrap_module(name: str, module: nn.Module) -> Callable[[], None]:
         original = module.forward
 
         def forward(x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
             out = original(x, position_ids, *args, **options)
-            call = (module, (args, tuple(sorted(options.items()))))
+            call = (name, (args, tuple(sorted(options.items()))))
             if call in found.calls:
                 handed_out[id(out[0])] = (out[0], found.calls.index(call))
             return out
@@ -115,7 +116,7 @@ def emit_rotary(
 
     sources = {type(m).__module__ for m in model.modules()}
     undo = [wrap_apply(sys.modules[s]) for s in sorted(sources) if hasattr(sys.modules[s], APPLY_ROTARY)]
-    with _undoing(undo + [wrap_module(module) for module in rotary_modules(model)]):
+    with _undoing(undo + [wrap_module(*item) for item in rotary_modules(model).items()]):
         yield
 
 
@@ -172,14 +173,14 @@ def probe_rms_norm(module: nn.Module) -> tuple[Tensor, float] | None:
     epsilon = next((e for e in (getattr(module, n, None) for n in ("variance_epsilon", "eps", "epsilon")) if e), None)
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon is None:
         return None
-    x = torch.randn(2, 3, weight.shape[0], generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
+    x = torch.randn(2, 3, weight.shape[0], generator=torch.Generator().manual_seed(0))
     x[1] *= epsilon**0.5  # so small that epsilon, and its place in the formula, shows
     unit = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
     with torch.no_grad():
-        got = module(x)
-        for scale in (weight, weight + 1):  # Gemma stores the weight less one
+        got, stored = module(x), weight.float()
+        for scale in (stored, stored + 1):  # Gemma stores the weight less one
             if torch.allclose(got, unit * scale, rtol=1e-5, atol=1e-6):
-                return scale.detach().clone() if scale is not weight else weight, float(epsilon)
+                return weight if scale is stored and weight.dtype == x.dtype else scale.detach().clone(), float(epsilon)
     return None
 
 
@@ -195,9 +196,12 @@ def emit_rms_norm(model: nn.Module) -> Iterator[None]:
         def forward(x: Tensor) -> Tensor:
             scale = module.weight if plain else module.traced_scale
             attributes: dict[str, Any] = {"axis": -1, "epsilon": epsilon, "stash_type": 1}
-            return torch.onnx.ops.symbolic(
-                "RMSNormalization", [x, scale], attributes, dtype=x.dtype, shape=x.shape, version=23
+            # The operator can keep its statistics in float32 itself; a cast leaves no reader of the graph a choice.
+            inputs = [x.float(), scale]
+            normed = torch.onnx.ops.symbolic(
+                "RMSNormalization", inputs, attributes, dtype=torch.float32, shape=x.shape, version=23
             )
+            return normed.to(x.dtype)
 
         def undo() -> None:
             delattr(module, "forward")

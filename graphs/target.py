@@ -13,7 +13,6 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 from speccompile.graphs import contract
 from speccompile.graphs.attention import (
@@ -21,24 +20,13 @@ from speccompile.graphs.attention import (
     PassThroughCache,
     Trace,
     foreign_attention,
-    gqa_attention,
     survey_attention,
 )
 from speccompile.graphs.errors import TraceError
 from speccompile.graphs.single_ops import RotaryTables, emit_rms_norm, emit_rotary, half_table, record_rotary
 
-OPSET = 23
-SEQLENS_K = "seqlens_k"
-TOTAL_LENGTH = "total_sequence_length"
-HEAD_STEP = 8  # GroupQueryAttention refuses other head sizes when it runs
-
 # Rope types whose table changes with the length of the text, so that no graph can hold it.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-def bias_name(window: int | None) -> str:
-    """Trace-time input that carries the additive mask of the layers with this window; a pass derives it later."""
-    return "attention_bias" if window is None else f"attention_bias_window_{window}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,10 @@ class TargetTail(Tail):
         self.fusion = fusion
 
     def forward(self, logits: Tensor, streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        hidden = streams[0] if self.fusion is None else self.fusion(streams)
+        hidden = streams[0]
+        if self.fusion is not None:
+            dtype = next(self.fusion.parameters()).dtype
+            hidden = self.fusion([stream.to(dtype) for stream in streams]).float()
         return (logits.argmax(-1), logits, hidden)[: len(self.outputs)]
 
 
@@ -192,10 +183,7 @@ def tapping(model: nn.Module, taps: Sequence[int]) -> Iterator[dict[int, Tensor]
 
 
 class TargetModule(nn.Module):
-    """`model` on the graph contract, with the `gqa` dialect's derived inputs still explicit.
-
-    A pass (`passes.derive_gqa_inputs`) later replaces seqlens_k, total_sequence_length and the biases, whose
-    shapes depend on data, by nodes that compute them from the contract's own inputs.
+    """`model` on the graph contract, but for what a dialect makes of it: see `graphs.gqa` and `graphs.scatter`.
 
     Args:
         tail: makes the graph's outputs of logits and streams.
@@ -213,9 +201,10 @@ class TargetModule(nn.Module):
             raise TraceError(
                 f"{type(model).__name__}: forward() takes no position_ids; tree positions cannot be given to it."
             )
+        self.dtype = next(model.parameters()).dtype
         for index, (cos, sin) in enumerate(survey.rotary.tables if survey else ()):
-            self.register_buffer(f"cos_{index}", half_table(cos), persistent=False)
-            self.register_buffer(f"sin_{index}", half_table(sin), persistent=False)
+            self.register_buffer(f"cos_{index}", half_table(cos).to(self.dtype), persistent=False)
+            self.register_buffer(f"sin_{index}", half_table(sin).to(self.dtype), persistent=False)
 
     def rotary(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Table `index` and this trace's positions, for `emit_rotary`."""
@@ -264,103 +253,69 @@ class TargetModule(nn.Module):
             return out.logits, [streams[tap] for tap in taps]
         return out.logits, [seen[0] if features is None else out.hidden_states[-1]]
 
-    def forward(
+    def answer(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
+        mask: Tensor,
         logit_rows: Tensor,
-        seqlens_k: Tensor,
-        total: Tensor,
-        biases: Sequence[Tensor],
         past: Sequence[Tensor],
-        features: Tensor | None = None,
+        features: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        assert self.survey is not None and self.tail is not None
+        """The tail's outputs, and the present of every layer.
+
+        Args:
+            mask: what the model is given as its attention mask, lest it makes one; nothing else reads it.
+        """
+        assert self.tail is not None
         trace = self.trace
         trace.past = list(zip(past[0::2], past[1::2], strict=True))
-        trace.biases = dict(zip(self.survey.windows, biases, strict=True))
-        trace.seqlens_k, trace.total, trace.position_ids = seqlens_k, total, position_ids
-        trace.layers, trace.present = [], []
-        logits, streams = self.run_model(input_ids, position_ids, biases[0], logit_rows, features)
+        trace.position_ids, trace.layers, trace.present = position_ids, [], []
+        if features is not None:
+            features = features.to(self.dtype)
+        logits, streams = self.run_model(input_ids, position_ids, mask, logit_rows, features)
         return (*self.tail(logits.float(), [stream.float() for stream in streams]), *trace.present)
 
 
-def trace_gqa(model: nn.Module, survey: Survey, tail: Tail, features: int | None = None) -> ir.Model:
-    """Trace `model` into the `gqa` dialect; the graph still has the derived inputs (see `TargetModule`).
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a traced `forward`: the names of the graph's inputs that it becomes, an example, and which sizes
+    are dynamic, nested like the example."""
 
-    Sizes are >= 2 in the example because torch.export specialises 0 and 1.
+    names: Sequence[str]
+    example: Any
+    dynamic: Any
 
-    Args:
-        features: width of the features that an EAGLE head reads beside its tokens; its graph has an input for them.
 
-    Raises:
-        TraceError: when the dialect's operator does not take heads of this size.
+def trace_module(
+    module: TargetModule, attend: Callable[..., tuple[Tensor, None]], arguments: Sequence[Argument], opset: int
+) -> ir.Model:
+    """Trace a model on the contract, its attention replaced by a dialect's.
+
+    Sizes in examples must be >= 2, because torch.export specialises 0 and 1.
     """
-    batch, tokens, past, capacity, rows = 2, 5, 7, 64, 3
-    layers = survey.layers
-    if layers[0].head_dim % HEAD_STEP:
-        raise TraceError(
-            f"{type(model).__name__}: heads have {layers[0].head_dim} channels, but ONNX Runtime's attention takes "
-            f"multiples of {HEAD_STEP} only."
-        )
-    shape = (batch, layers[0].kv_heads, capacity, layers[0].head_dim)
-    dtype = next(model.parameters()).dtype
-    example = (
-        torch.zeros(batch, tokens, dtype=torch.long),
-        torch.arange(tokens).repeat(batch, 1),
-        torch.arange(rows),
-        torch.full((batch,), past + tokens - 1, dtype=torch.int32),
-        torch.tensor(past + tokens, dtype=torch.int32),
-        [torch.zeros(batch, 1, tokens, past + tokens, dtype=dtype) for _ in survey.windows],
-        [torch.zeros(shape, dtype=dtype) for _ in range(2 * len(layers))],
-        *([] if features is None else [torch.zeros(batch, tokens, features, dtype=dtype)]),
-    )
-    any_batch, any_tokens = Dim("B", min=1, max=4096), Dim("T", min=1, max=65536)
-    any_total, any_capacity, any_rows = (
-        Dim("S", min=1, max=1 << 20),
-        Dim("C", min=1, max=1 << 20),
-        Dim("R", min=1, max=65536),
-    )
-    dynamic = (
-        {0: any_batch, 1: any_tokens},
-        {0: any_batch, 1: any_tokens},
-        {0: any_rows},
-        {0: any_batch},
-        None,
-        [{0: any_batch, 2: any_tokens, 3: any_total} for _ in survey.windows],
-        [{0: any_batch, 2: any_capacity} for _ in range(2 * len(layers))],
-        *([] if features is None else [{0: any_batch, 1: any_tokens}]),
-    )
-    trace = Trace()
-    module = TargetModule(model, trace, survey, tail).eval()
+    model, survey, tail = module.model, module.survey, module.tail
+    assert survey is not None and tail is not None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(quiet_exporter())
-        stack.enter_context(foreign_attention(model, gqa_attention(trace)))
+        stack.enter_context(foreign_attention(model, attend))
         stack.enter_context(emit_rotary(model, survey.rotary, module.rotary))
         stack.enter_context(emit_rms_norm(model))
         stack.enter_context(emit_rms_norm(tail))
         stack.enter_context(_dense_experts(model))
         program = torch.onnx.export(
-            module,
-            example,
+            module.eval(),
+            tuple(argument.example for argument in arguments),
             dynamo=True,
-            opset_version=OPSET,
-            input_names=[
-                contract.INPUT_IDS,
-                contract.POSITION_IDS,
-                contract.LOGIT_ROWS,
-                SEQLENS_K,
-                TOTAL_LENGTH,
-                *(bias_name(window) for window in survey.windows),
-                *contract.past_names(len(layers)),
-                *([] if features is None else [contract.FEATURES]),
-            ],
-            output_names=[*tail.outputs, *contract.present_names(len(layers))],
-            dynamic_shapes=dynamic,
+            opset_version=opset,
+            input_names=[name for argument in arguments for name in argument.names],
+            output_names=[*tail.outputs, *contract.present_names(len(survey.layers))],
+            dynamic_shapes=tuple(argument.dynamic for argument in arguments),
             verbose=False,
             optimize=False,
         )
+    assert program is not None, "torch.onnx.export returns a program when dynamo=True"
     return program.model
 
 

@@ -6,8 +6,15 @@ answer = decoder.generate([{"role": "user", "content": "Why is the sky blue?"}],
 print(answer.text, answer.stats.mean_accepted_tokens)
 """
 
-from speccompile.runtime.backends.ort import share_threads
 from speccompile.runtime.decoder import Decoder, Generation, Piece, SequenceState, load
 from speccompile.runtime.stats import Stats
+
+
+def share_threads(threads: int | None = None) -> None:
+    """See `backends.ort.share_threads`."""
+    from speccompile.runtime.backends import ort
+
+    ort.share_threads(threads)
+
 
 __all__ = ["Decoder", "Generation", "Piece", "SequenceState", "Stats", "load", "share_threads"]

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import numpy.typing as npt
 
+from speccompile.graphs.engines import ENGINES_FOLDER, REMEDY, SIDECAR_FILE, EngineSet, folder_name, read_engines
 from speccompile.graphs.errors import BundleError, TreeError
 from speccompile.graphs.manifest import MANIFEST_FILE, FileInfo, GraphInfo, Manifest, file_info
 from speccompile.graphs.tree import DraftTree, tree_from_json
@@ -88,19 +89,67 @@ class Bundle:
         info = self.manifest.graphs[name]
         return self.path / info.file, info
 
+    def engines(self, runtime: str, version: str, target: str, check_hashes: bool = True) -> tuple[Path, EngineSet]:
+        """The folder of the engines that `version` of `runtime` runs on a GPU `target`, and what lies in it.
 
-def _check_file(file: Path, expected: FileInfo, check_hash: bool) -> None:
+        Raises:
+            BundleError: when the bundle has none, or they were altered or made from another build of its graphs.
+        """
+        if (dialect := self.manifest.graphs["target"].dialect) != "scatter":
+            raise BundleError(
+                f"{self.path}: its graphs are of the dialect '{dialect}', which TensorRT does not run; build the "
+                "bundle again with --dialect scatter, and then its engines."
+            )
+        place = f"{ENGINES_FOLDER}/{folder_name(runtime, version, target)}"
+        folder = self.path / place
+        source = folder / SIDECAR_FILE
+        if not folder.is_dir():
+            there = sorted(file.parent.name for file in (self.path / ENGINES_FOLDER).glob(f"*/{SIDECAR_FILE}"))
+            raise BundleError(
+                f"{self.path}: it has no engines for {runtime} {version} on {target} (there are: "
+                f"{', '.join(there) or 'none'}); make them with 'speccompile engine {self.path} "
+                f"--runtime {runtime.replace('_', '-')}'."
+            )
+        engines = read_engines(folder)
+        for field, found, wanted in (
+            ("runtime", engines.runtime, runtime),
+            ("version", engines.version, version),
+            ("target", engines.target, target),
+        ):
+            if found != wanted:
+                raise BundleError(f"{source}: {field} is '{found}' but here it is '{wanted}'; {REMEDY}")
+        for name, graph in self.manifest.graphs.items():
+            if (engine := engines.engines.get(name)) is None:
+                raise BundleError(f"{source}: field 'engines' has no entry '{name}', which this bundle needs; {REMEDY}")
+            made_from = self.manifest.files[graph.file].sha256
+            if engine.graph_sha256 != made_from:
+                raise BundleError(
+                    f"{source}: {name} was made from a graph with sha256 {engine.graph_sha256[:12]}... but "
+                    f"{graph.file} has {made_from[:12]}...; {REMEDY}"
+                )
+            file = _inside(self.path, f"{place}/{engine.file}", source)
+            _check_file(file, FileInfo(engine.sha256, engine.bytes), check_hashes, SIDECAR_FILE, REMEDY)
+        return folder, engines
+
+
+def _check_file(
+    file: Path,
+    expected: FileInfo,
+    check_hash: bool,
+    lists: str = MANIFEST_FILE,
+    remedy: str = "copy or build the bundle again.",
+) -> None:
     if not file.is_file():
-        raise BundleError(f"{file}: listed in {MANIFEST_FILE} but missing; copy or build the bundle again.")
+        raise BundleError(f"{file}: listed in {lists} but missing; {remedy}")
     if file.stat().st_size != expected.bytes:
         raise BundleError(
-            f"{file}: {file.stat().st_size} bytes but {MANIFEST_FILE} says {expected.bytes}; "
-            "the file is truncated or altered, copy or build the bundle again."
+            f"{file}: {file.stat().st_size} bytes but {lists} says {expected.bytes}; the file is truncated or altered, "
+            f"{remedy}"
         )
     if check_hash and (found := file_info(file).sha256) != expected.sha256:
         raise BundleError(
-            f"{file}: sha256 is {found[:12]}... but {MANIFEST_FILE} says {expected.sha256[:12]}...; "
-            "the file was altered, copy or build the bundle again."
+            f"{file}: sha256 is {found[:12]}... but {lists} says {expected.sha256[:12]}...; the file was altered, "
+            f"{remedy}"
         )
 
 

@@ -9,7 +9,6 @@ root     = accepted.bonus
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from speccompile.graphs.errors import BundleError, GenerationError
 from speccompile.graphs.settings import LookupSettings
 from speccompile.graphs.tree import DynamicTree
 from speccompile.runtime.acceptance import Accepted, accept_drawn, accept_greedy, accept_sampled, accept_typical
-from speccompile.runtime.backends.ort import OrtCache, OrtHeads, OrtTarget, StepOutput
+from speccompile.runtime.backends.step import Cache, Graphs, StepOutput
 from speccompile.runtime.bundle import Bundle
 from speccompile.runtime.drafters.combined import CombinedDrafter
 from speccompile.runtime.drafters.draft import Draft, Drafter
@@ -40,6 +39,7 @@ from speccompile.runtime.text import Text, TextStream
 
 PREFILL_CHUNK = 256
 ACCEPTANCE_RULES = ("exact", "typical")
+BACKENDS = ("onnxruntime", "tensorrt", "tensorrt_rtx", "tensorrt_lean")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -81,10 +81,10 @@ class Generation:
 class SequenceState:
     """One conversation's cache, and the tokens whose keys and values it holds."""
 
-    cache: OrtCache
+    cache: Cache
     tokens: list[int] = field(default_factory=list)
     answer: Answer | None = None  # the one it is used for; an older stream cannot go on
-    draft_cache: OrtCache | None = None  # of a draft model or head; holds a prefix of `tokens`
+    draft_cache: Cache | None = None  # of a draft model or head; holds a prefix of `tokens`
     reads_ahead: int = 0  # a row of it depends on that many tokens behind its own: 1 for an EAGLE head
 
     def keep_prefix(self, ids: Sequence[int], features: bool = False) -> int:
@@ -130,33 +130,46 @@ class Decoder:
 
     Calls that use the same sequence (or the default one) must not overlap in time; others may. `pace` steps back to
     plain decoding while drafts lose; it is None, and every round drafts, where nobody has measured what rounds cost.
+
+    `graphs` runs the bundle's graphs; by default ONNX Runtime does, with `threads` and `provider`. The other arguments
+    are those of `load`.
     """
 
     def __init__(
-        self, bundle: Bundle, threads: int | None = None, provider: str | None = None, capacity: int | None = None
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        provider: str | None = None,
+        capacity: int | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
-        self.capacity = min(capacity or manifest.target.max_length, manifest.target.max_length)
+        graphs = graphs or open_graphs(bundle, threads, provider)
+        longest = min(manifest.target.max_length, graphs.capacity or manifest.target.max_length)
+        self.capacity = min(capacity or longest, longest)
         self.text = Text.load(bundle.path, manifest.tokenizer.special_tokens)
         # Small graphs first: what loading one takes for a moment is given back before the largest is loaded.
-        self.heads = OrtHeads(bundle.graph("medusa")[0], threads, provider) if manifest.heads is not None else None
+        self.heads = graphs.heads() if manifest.heads is not None else None
         self.draft, name = None, "draft" if manifest.eagle is None else "eagle"
         self.draft_tokens = bundle.draft_tokens()
         if (info := manifest.drafting) is not None:
-            self.draft = OrtTarget(bundle.graph(name)[0], threads, provider, spin=False)
+            self.draft = graphs.target(name)
             if (self.draft.vocab_size, self.draft.top_k) != (info.draft_vocabulary, info.top_k):
                 raise BundleError(
                     f"{bundle.path}: {name}.onnx gives {self.draft.vocab_size} logits and {self.draft.top_k} best "
                     f"tokens but the manifest says {info.draft_vocabulary} and {info.top_k}; rebuild the bundle."
                 )
-        self.target = OrtTarget(bundle.graph("target")[0], threads, provider)
+        self.target = graphs.target()
+        self._most_rows = self.target.max_tokens or self.capacity  # of one call
         self.tree = bundle.tree
         self.pace = Pace(manifest.costs) if manifest.costs is not None else None
         # A node whose ancestors lie in the cache as they will when they are committed has the very logits of plain
         # decoding. Elsewhere sums run in another order. That costs float32 its last bit, but where activations are
-        # rounded a last bit may tip an integer, and grows to whole logits.
-        self.in_order = manifest.graphs["target"].precision != "fp32"
+        # rounded a last bit may tip an integer, and grows to whole logits. Only the integer products of the gqa dialect
+        # round activations.
+        target = manifest.graphs["target"]
+        self.in_order = target.dialect == "gqa" and target.precision not in ("fp32", "fp16", "bf16")
         if self.heads is not None and self.heads.width != self.target.width:
             raise BundleError(
                 f"{bundle.path}: the target's features are {self.target.width} wide but medusa.onnx takes "
@@ -310,7 +323,7 @@ class Decoder:
             clock.start()
             depth, past = request.max_new_tokens - len(answer.token_ids) - 1, sequence.cache.length
             drafts = pace is None or pace.drafts()
-            draft = drafter.propose(root, room, depth) if drafts else drafter.propose(root, 1, 0)
+            draft = drafter.propose(root, min(room, self._most_rows), depth) if drafts else drafter.propose(root, 1, 0)
             clock.add("draft", drafter.seconds)
             if self.in_order and not isinstance(drafter, LookaheadDrafter):  # whose other rows look ahead
                 draft = draft.one_path()
@@ -380,9 +393,9 @@ class Decoder:
         """Run what the cache does not hold yet of the prompt; the first token of the answer."""
         features = isinstance(_growing(drafter), EagleDrafter)
         start = stats.reused_tokens = sequence.keep_prefix(request.ids, features)
-        cache = sequence.cache
-        for begin in range(start, len(request.ids), PREFILL_CHUNK):
-            chunk = request.ids[begin : begin + PREFILL_CHUNK]
+        cache, most = sequence.cache, min(PREFILL_CHUNK, self._most_rows)
+        for begin in range(start, len(request.ids), most):
+            chunk = request.ids[begin : begin + most]
             count = len(chunk)
             positions = np.arange(begin, begin + count)
             output = cache.run(np.array(chunk), positions, np.tri(count, dtype=np.bool_), np.array([count - 1]))
@@ -392,7 +405,7 @@ class Decoder:
             clock.add("prefill", drafter.seconds)
         return self._next_token(output, 0, request, sequence.tokens)
 
-    def _verify(self, draft: Draft, cache: OrtCache) -> StepOutput:
+    def _verify(self, draft: Draft, cache: Cache) -> StepOutput:
         tree = draft.tree
         return cache.run(draft.tokens, cache.length + tree.depths, tree.mask, tree.nodes)
 
@@ -474,8 +487,7 @@ def _require_finite(output: StepOutput, rows: Sequence[int]) -> None:
     Raises:
         GenerationError: when one is not a number (a damaged or overflowing model would otherwise babble on).
     """
-    # The maximum, not the logit of the argmax: ONNX Runtime's ArgMax passes over NaN, numpy's max does not.
-    if not all(math.isfinite(output.logits[0, row].max()) for row in rows):
+    if not output.finite(rows):
         raise GenerationError("logits: they are not finite (NaN or infinity); the model overflows or is damaged.")
 
 
@@ -484,18 +496,51 @@ def load(
     threads: int | None = None,
     provider: str | None = None,
     *,
+    backend: str = "onnxruntime",
+    fall_back: bool = False,
     capacity: int | None = None,
     check_hashes: bool = True,
 ) -> Decoder:
     """Open a bundle for generation.
 
     Args:
-        threads: backend threads; None takes the cores this process may use.
-        provider: ONNX Runtime execution provider; None is the CPU.
-        capacity: tokens a sequence may hold (prompt and answer), at most and by default the bundle's max_length.
+        threads: ONNX Runtime's threads; None takes the cores this process may use.
+        provider: ONNX Runtime's execution provider; None is the CPU.
+        backend: "onnxruntime", or the module that runs the bundle's engines: "tensorrt", "tensorrt_rtx" or
+            "tensorrt_lean".
+        fall_back: whether the CPU may stand in for a provider that cannot be used here.
+        capacity: tokens a sequence may hold (prompt and answer), at most and by default the bundle's max_length, or
+            what its engines were built for.
         check_hashes: False skips reading every file once before it is used.
 
     Raises:
-        BundleError: when the bundle is damaged, unsafe, or of another version.
+        BundleError: when the bundle is damaged, unsafe, or of another version, or the backend or provider cannot be
+            used here.
     """
-    return Decoder(Bundle.open(bundle_path, check_hashes), threads, provider, capacity)
+    bundle = Bundle.open(bundle_path, check_hashes)
+    graphs = open_graphs(bundle, threads, provider, backend, fall_back, check_hashes)
+    return Decoder(bundle, capacity=capacity, graphs=graphs)
+
+
+def open_graphs(
+    bundle: Bundle,
+    threads: int | None = None,
+    provider: str | None = None,
+    backend: str = "onnxruntime",
+    fall_back: bool = False,
+    check_hashes: bool = True,
+) -> Graphs:
+    """A bundle's graphs, run by one backend, whose library is imported only now. For the arguments see `load`."""
+    if backend == "onnxruntime":
+        from speccompile.runtime.backends.ort import OrtGraphs
+
+        return OrtGraphs(bundle, threads, provider, fall_back)
+    if backend not in BACKENDS:
+        raise BundleError(f"backend: '{backend}' is unknown; use one of {', '.join(BACKENDS)}.")
+    if provider is not None:
+        raise BundleError(
+            f"provider: '{provider}' is ONNX Runtime's, and the backend '{backend}' has none; leave it out."
+        )
+    from speccompile.runtime.backends.tensorrt import TrtGraphs
+
+    return TrtGraphs(bundle, backend, check_hashes)

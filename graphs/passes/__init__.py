@@ -10,7 +10,9 @@ from onnx_ir.passes import common
 
 from speccompile.graphs.passes.cancel_layout import CancelLayout
 from speccompile.graphs.passes.derive_gqa_inputs import DeriveGqaInputs
+from speccompile.graphs.passes.fix_capacity import FixCapacity
 from speccompile.graphs.passes.fold_weights import FoldWeights
+from speccompile.graphs.passes.for_tensorrt import ForTensorrt
 from speccompile.graphs.passes.fuse_parallel_matmuls import FuseParallelMatMuls
 from speccompile.graphs.passes.fuse_silu import FuseSilu
 from speccompile.graphs.passes.fuse_skip_norm import FuseSkipNorm
@@ -20,6 +22,7 @@ from speccompile.graphs.passes.pack_tables import PackTables
 from speccompile.graphs.passes.pack_weights import PackWeights
 from speccompile.graphs.passes.rotary_into_gqa import RotaryIntoGqa
 from speccompile.graphs.passes.smooth import Smooth, smoothable
+from speccompile.graphs.passes.weight_only import WeightOnly
 
 
 def clean(model: ir.Model) -> None:
@@ -32,7 +35,7 @@ def clean(model: ir.Model) -> None:
 
 
 def finish_gqa_target(model: ir.Model, one_as_two: bool = False) -> None:
-    """Turn a target fresh from `graphs.target.trace_gqa` into a graph on the contract, fused for ONNX Runtime. Its
+    """Turn a target fresh from `graphs.gqa.trace_gqa` into a graph on the contract, fused for ONNX Runtime. Its
     weights are still as torch keeps them: `FoldWeights` or a quantising pass comes next.
 
     Args:
@@ -51,6 +54,16 @@ def finish_gqa_target(model: ir.Model, one_as_two: bool = False) -> None:
     common.ClearMetadataAndDocStringPass()(model)
 
 
+def finish_scatter(model: ir.Model) -> None:
+    """Turn a graph fresh from `graphs.scatter.trace_scatter` into one on the contract. Nothing in it is for one backend
+    only, and weights stay as torch keeps them: a tied table is stored once, and TensorRT reads it either way."""
+    clean(model)
+    CancelLayout()(model)
+    FuseParallelMatMuls()(model)
+    clean(model)
+    common.ClearMetadataAndDocStringPass()(model)
+
+
 def quantise(model: ir.Model) -> None:
     """Weights of a finished drafting graph in int8."""
     PackWeights()(model)
@@ -60,7 +73,9 @@ def quantise(model: ir.Model) -> None:
 __all__ = [
     "CancelLayout",
     "DeriveGqaInputs",
+    "FixCapacity",
     "FoldWeights",
+    "ForTensorrt",
     "FuseParallelMatMuls",
     "FuseSilu",
     "FuseSkipNorm",
@@ -70,8 +85,10 @@ __all__ = [
     "PackWeights",
     "RotaryIntoGqa",
     "Smooth",
+    "WeightOnly",
     "clean",
     "finish_gqa_target",
+    "finish_scatter",
     "quantise",
     "smoothable",
 ]

@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.graphs import contract
+from speccompile.graphs.gqa import SEQLENS_K, TOTAL_LENGTH, bias_name
 from speccompile.graphs.passes.matching import number
 from speccompile.graphs.passes.rotary_into_gqa import POSITIONS
-from speccompile.graphs.target import SEQLENS_K, TOTAL_LENGTH, bias_name
 
 
 class DeriveGqaInputs(ir.passes.InPlacePass):

@@ -1,17 +1,18 @@
 """ONNX Runtime: loaded graphs, and the key/value cache of one sequence bound to them in place.
 
-Past and present of every layer are bound to one numpy buffer, so that a step writes its rows where they stay. Bindings
-are made once per shape and reused: a step fills inputs and runs. What calls of all shapes read and write besides are
-slices of a few buffers that they share.
+Past and present of every layer are bound to one buffer, numpy's or one on the GPU, so that a step writes its rows where
+they stay. Bindings are made once per shape and reused: a step fills inputs and runs. What calls of all shapes read and
+write besides are slices of a few buffers that they share.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import mmap
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,13 +20,23 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 from speccompile.graphs import contract
 from speccompile.graphs.errors import BundleError, GenerationError
+from speccompile.runtime.backends.cuda import Cuda, DeviceKeysValues, open_cuda
+from speccompile.runtime.backends.step import Array, StepOutput, call_shapes, check_room
+from speccompile.runtime.bundle import Bundle
 
 CPU_PROVIDER = "CPUExecutionProvider"
+RTX_PROVIDER = "NvTensorRTRTXExecutionProvider"
+GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider", RTX_PROVIDER)
+"""Those that read keys and values where CUDA has put them."""
+
+DEVICE = "cuda"
+"""Where that is, as ONNX Runtime calls it."""
+
+RTX_PACKAGE = "onnxruntime-ep-nv-tensorrt-rtx"
 KEPT_SHAPES = 128
 """Of the calls of one cache; trees that are grown anew in every round come in dozens. A shape takes some kilobytes."""
 
@@ -39,13 +50,35 @@ _DTYPES = {
     "tensor(bool)": np.bool_,
 }
 
-Array = npt.NDArray[Any]
-
 _pool_is_shared = False  # since `share_threads` was called
 
 
+class OrtGraphs:
+    """The graphs of a bundle, run by ONNX Runtime. For the arguments see `open_session`; drafters never spin."""
+
+    capacity = None
+
+    def __init__(
+        self, bundle: Bundle, threads: int | None = None, provider: str | None = None, fall_back: bool = False
+    ) -> None:
+        self._bundle, self._threads, self._provider, self._fall_back = bundle, threads, provider, fall_back
+
+    def target(self, name: str = "target") -> OrtTarget:
+        """The target, or the draft model or EAGLE head of that name."""
+        path, spin = self._bundle.graph(name)[0], name == "target"
+        return OrtTarget(path, self._threads, self._provider, spin, self._fall_back)
+
+    def heads(self) -> OrtHeads:
+        """The Medusa heads."""
+        return OrtHeads(self._bundle.graph("medusa")[0], self._threads, self._provider, self._fall_back)
+
+
 def open_session(
-    path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True
+    path: Path,
+    threads: int | None = None,
+    provider: str | None = None,
+    spin: bool = True,
+    fall_back: bool = False,
 ) -> ort.InferenceSession:
     """Load a graph.
 
@@ -55,15 +88,25 @@ def open_session(
         provider: execution provider; None is the CPU.
         spin: whether idle threads busy-wait, where the graph has a pool of its own. False for a drafter: two spinning
             pools on a small machine fight.
+        fall_back: whether the CPU may stand in for a provider that cannot be used here.
 
     Raises:
-        BundleError: when the provider is missing or the file cannot be loaded.
+        BundleError: when the provider is missing or cannot be used, or the file cannot be loaded.
     """
     provider = provider or CPU_PROVIDER
-    if provider not in ort.get_available_providers():
-        raise BundleError(
-            f"provider '{provider}' is not in this onnxruntime; available: {', '.join(ort.get_available_providers())}."
-        )
+    try:
+        return _open(path, threads, provider, spin)
+    except _UnusableError as reason:
+        if not fall_back:
+            raise BundleError(str(reason)) from reason
+    return _open(path, threads, CPU_PROVIDER, spin)
+
+
+class _UnusableError(Exception):
+    """A provider that cannot be used here, and what to do about it."""
+
+
+def _open(path: Path, threads: int | None, provider: str, spin: bool) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     if saturates():
@@ -73,10 +116,46 @@ def open_session(
     else:
         options.intra_op_num_threads, options.inter_op_num_threads = threads or available_cores(), 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
+    chosen: dict[str, Any] = {"providers": [provider]}
+    if provider == RTX_PROVIDER:
+        options.add_provider_for_devices(_rtx_devices(), {})
+        chosen = {}
+    elif provider not in ort.get_available_providers():
+        raise _UnusableError(
+            f"provider '{provider}' is not in this onnxruntime; available: {', '.join(ort.get_available_providers())}."
+        )
     try:
-        return ort.InferenceSession(str(path), options, providers=[provider])
+        session = ort.InferenceSession(str(path), options, **chosen, enable_fallback=0)
     except Exception as error:  # onnxruntime's own exceptions share no public base class
         raise BundleError(f"{path}: onnxruntime cannot load this graph ({_first_line(error)}).") from error
+    # A provider whose libraries or driver are missing is left out with no more than a line in a log.
+    if (used := session.get_providers()[0]) != provider:
+        raise _UnusableError(
+            f"provider '{provider}': onnxruntime took '{used}' instead, as its libraries or its driver are missing; "
+            "install them, or leave the provider out."
+        )
+    return session
+
+
+def _rtx_devices() -> list[Any]:
+    """What TensorRT-RTX's provider can run on. It is a package of its own, to be registered first."""
+    if RTX_PROVIDER not in {device.ep_name for device in ort.get_ep_devices()}:
+        try:
+            package = importlib.import_module(RTX_PACKAGE.replace("-", "_"))
+            ort.register_execution_provider_library(RTX_PROVIDER, package.get_library_path())
+        except ImportError as error:
+            raise _UnusableError(
+                f"provider '{RTX_PROVIDER}': its package is missing; install it with pip install {RTX_PACKAGE}."
+            ) from error
+        except Exception as error:  # onnxruntime's own exceptions share no public base class
+            raise _UnusableError(
+                f"provider '{RTX_PROVIDER}': onnxruntime cannot load its library ({_first_line(error)}); install "
+                "NVIDIA's driver, or leave the provider out."
+            ) from error
+    devices = [device for device in ort.get_ep_devices() if device.ep_name == RTX_PROVIDER]
+    if not devices:
+        raise _UnusableError(f"provider '{RTX_PROVIDER}': it finds no GPU that it can use; leave the provider out.")
+    return devices
 
 
 def share_threads(threads: int | None = None) -> None:
@@ -122,34 +201,26 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """What one call of a target leaves: views into buffers that the next call with the same cache overwrites.
-
-    Args:
-        next_ids: int64 [B,R].
-        logits: float32 [B,R,V].
-        hidden: float32 [B,T,F], or None when the graph does not give it.
-        topk_ids, topk_logprobs: int64 and float32 [B,R,K], of a draft model or EAGLE head only.
-    """
-
-    next_ids: npt.NDArray[np.int64]
-    logits: npt.NDArray[np.float32]
-    hidden: npt.NDArray[np.float32] | None = None
-    topk_ids: npt.NDArray[np.int64] | None = None
-    topk_logprobs: npt.NDArray[np.float32] | None = None
-
-
 class OrtTarget:
-    """A target, draft model or EAGLE head on the graph contract. Weights live here, once; each sequence opens its own
-    cache.
+    """A target, draft model or EAGLE head; see `step.Target`.
 
-    `vocab_size` is the width of the logits: V, or a draft model's Vd; `top_k` is K, 0 for a target; `width` is F of
-    the output `hidden` and `features` F of the input of that name, None where there is none.
+    Raises:
+        BundleError: when the graph cannot be loaded, or does not speak the graph contract.
     """
 
-    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None, spin: bool = True) -> None:
-        self.session = open_session(path, threads, provider, spin)
+    max_tokens: int | None = None
+    max_masked: int | None = None
+
+    def __init__(
+        self,
+        path: Path,
+        threads: int | None = None,
+        provider: str | None = None,
+        spin: bool = True,
+        fall_back: bool = False,
+    ) -> None:
+        self.session = open_session(path, threads, provider, spin, fall_back)
+        self.cuda: Cuda | None = open_cuda() if self.session.get_providers()[0] in GPU_PROVIDERS else None
         inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.layers = sum(name.startswith("past_key_values.") for name in inputs) // 2
@@ -159,6 +230,11 @@ class OrtTarget:
             raise BundleError(f"{path}: inputs {odd} differ from the graph contract; rebuild the bundle.")
         first = inputs[contract.past_names(self.layers)[0]]
         self.kv_heads, self.head_dim = int(first.shape[1]), int(first.shape[3])
+        if first.type not in _DTYPES:
+            raise BundleError(
+                f"{path}: its cache is {first.type}, which this backend does not bind; build the bundle with "
+                "--precision fp32 or fp16."
+            )
         self.kv_dtype = _DTYPES[first.type]
         self.vocab_size = int(self.outputs[contract.LOGITS].shape[-1])
         self.width = int(self.outputs[contract.HIDDEN].shape[-1]) if contract.HIDDEN in self.outputs else None
@@ -167,11 +243,12 @@ class OrtTarget:
 
     def open(self, capacity: int, batch: int = 1) -> OrtCache:
         """A fresh, empty cache of `capacity` tokens for `batch` rows."""
-        return OrtCache(self, capacity, batch)
+        return OrtCache(self, capacity, batch) if self.cuda is None else OrtGpuCache(self, capacity, batch)
 
 
 class OrtCache:
-    """Keys and values of one sequence (or of one batch of rows), and the bindings that let the target use them.
+    """Keys and values of one sequence (or of one batch of rows), and the bindings that let the target use them; see
+    `step.Cache`.
 
     `buffer` is [2 * layers, B, Hkv, C, D]: layer by layer, key before value, so that a commit is one numpy move.
     """
@@ -182,11 +259,14 @@ class OrtCache:
         self.seconds = 0.0  # inside the backend, in the last call
         rows = capacity + 1  # one for the twin of a lone token, see graphs.passes.derive_gqa_inputs
         shape = (2 * target.layers, batch, target.kv_heads, rows, target.head_dim)
+        self._allocate(shape)
+        self._calls: _Calls | None = None  # made by the first one
+
+    def _allocate(self, shape: tuple[int, int, int, int, int]) -> None:
         # An anonymous map of plain pages: only rows that are written take memory. numpy asks for huge pages, of which
         # the few rows of a short text would touch nearly all.
-        pages = mmap.mmap(-1, math.prod(shape) * np.dtype(target.kv_dtype).itemsize)
-        self.buffer = np.frombuffer(pages, target.kv_dtype).reshape(shape)
-        self._calls: _Calls | None = None  # made by the first one
+        pages = mmap.mmap(-1, math.prod(shape) * np.dtype(self.target.kv_dtype).itemsize)
+        self.buffer = np.frombuffer(pages, self.target.kv_dtype).reshape(shape)
 
     def run(
         self,
@@ -197,27 +277,12 @@ class OrtCache:
         past_length: Array | None = None,
         features: Array | None = None,
     ) -> StepOutput:
-        """One call of the model; new rows are written behind those that are there, but not committed.
-
-        Args:
-            tree_mask: bool [T,M]; M - T of the rows it speaks about are uncommitted ones, which earlier calls have left
-                behind `length`.
-            past_length: rows before the new ones; default: this cache's length and those M - T.
-            features: what an EAGLE head reads, and nothing else does; it may be a view of the last output.
-            others: shapes as in `graphs.contract`; a [T], [T,M] or [T,F] argument stands for batch 1.
-
-        Raises:
-            GenerationError: when the new rows would not fit the cache.
-        """
+        """See `step.Cache`."""
         tokens, masked = input_ids.shape[-1], tree_mask.shape[-1]
         past = self.length + masked - tokens if past_length is None else past_length
-        longest = past if isinstance(past, int) else int(past.max())
-        if longest + tokens > self.capacity:
-            raise GenerationError(
-                f"cache: {tokens} new tokens behind {longest} do not fit its capacity of {self.capacity}."
-            )
+        check_room(past, tokens, self.capacity)
         if self._calls is None:
-            self._calls = _Calls(self.target, self.buffer)
+            self._calls = _Calls(self.target, self.batch, self.binder())
         call = self._calls[tokens, masked, len(logit_rows)]
         given = (input_ids, position_ids, tree_mask, past, logit_rows, features)
         for array, value in zip(call.inputs, given, strict=False):  # only heads have an array for `features`
@@ -228,8 +293,7 @@ class OrtCache:
         return call.output
 
     def commit(self, nodes: Sequence[int]) -> None:
-        """Keep the rows `nodes` (ascending, relative to the current length) of the last calls, in this order, and
-        advance the length. A path that is the first rows costs no move."""
+        """See `step.Cache`."""
         moved = next((index for index, node in enumerate(nodes) if index != node), len(nodes))
         if moved < len(nodes):
             source = [self.length + node for node in nodes[moved:]]
@@ -237,9 +301,52 @@ class OrtCache:
         self.length += len(nodes)
 
     def truncate(self, length: int) -> None:
-        """Forget everything behind `length`; the rows are simply overwritten later."""
+        """See `step.Cache`."""
         assert 0 <= length <= self.length
         self.length = length
+
+    def binder(self) -> Callable[[Any], None]:
+        """What binds keys and values, past and present of a layer to the same place."""
+        values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
+
+        def bind(io: Any) -> None:
+            for (past, present), value in zip(_cache_names(self.target), values, strict=True):
+                io.bind_ortvalue_input(past, value)
+                io.bind_ortvalue_output(present, value)
+
+        return bind
+
+
+class OrtGpuCache(OrtCache):
+    """The same for a provider that runs on the GPU: keys and values stay there, and all else is copied by ONNX Runtime.
+    It works on a stream of its own, so what is put on ours is waited for."""
+
+    def _allocate(self, shape: tuple[int, int, int, int, int]) -> None:
+        assert self.target.cuda is not None
+        self._cuda, self._place_shape = self.target.cuda, shape[1:]
+        self.keys_values = DeviceKeysValues(self._cuda, shape, np.dtype(self.target.kv_dtype).itemsize)
+        self._cuda.synchronize()
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """See `step.Cache`."""
+        self.keys_values.keep(self.length, nodes)
+        self._cuda.synchronize()
+        self.length += len(nodes)
+
+    def binder(self) -> Callable[[Any], None]:
+        """See `OrtCache`."""
+
+        def bind(io: Any) -> None:
+            for (past, present), address in zip(_cache_names(self.target), self.keys_values.addresses, strict=True):
+                place = DEVICE, 0, self.target.kv_dtype, self._place_shape, address
+                io.bind_input(past, *place)
+                io.bind_output(present, *place)
+
+        return bind
+
+
+def _cache_names(target: OrtTarget) -> Iterator[tuple[str, str]]:
+    return zip(contract.past_names(target.layers), contract.present_names(target.layers), strict=True)
 
 
 @dataclass(frozen=True)
@@ -262,9 +369,8 @@ class _Call:
 class _Calls:
     """The calls of one cache, by shape. They share keys and values, and buffers for the rest."""
 
-    def __init__(self, target: OrtTarget, cache: Array) -> None:
-        self._target, self._batch = target, cache.shape[1]
-        self._cache = [ort.OrtValue.ortvalue_from_numpy(part) for part in cache]
+    def __init__(self, target: OrtTarget, batch: int, bind_cache: Callable[[Any], None]) -> None:
+        self._target, self._batch, self._bind_cache = target, batch, bind_cache
         self._buffers: dict[str, Array] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Part] = {}
         self._calls: dict[tuple[int, int, int], _Call] = {}
@@ -275,17 +381,16 @@ class _Calls:
         if call is None:
             if len(self._calls) == KEPT_SHAPES:
                 self._forget()
-            call = self._make(*shape)
+            call = self._make(shape)
             self._calls[shape] = call
         return call
 
-    def _make(self, *shape: int) -> _Call:
+    def _make(self, shape: tuple[int, int, int]) -> _Call:
         target, io = self._target, self._target.session.io_binding()
-        names = zip(contract.past_names(target.layers), contract.present_names(target.layers), strict=True)
-        for (past, present), value in zip(names, self._cache, strict=True):
-            io.bind_ortvalue_input(past, value)
-            io.bind_ortvalue_output(present, value)
-        exact, roomy = self._shapes(*shape), self._shapes(*(-(-size // ROOM) * ROOM for size in shape))
+        self._bind_cache(io)
+        exact, roomy = (
+            call_shapes(target, self._batch, *sizes) for sizes in (shape, [-(-size // ROOM) * ROOM for size in shape])
+        )
         parts = {
             name: self._part(name, kind, sizes, math.prod(roomy[name][1])) for name, (kind, sizes) in exact.items()
         }
@@ -296,27 +401,6 @@ class _Calls:
             io.bind_ortvalue_output(name, part.value)
         output = StepOutput(**{name: part.array for name, part in parts.items()})
         return _Call(io, tuple(part.array for part in inputs.values()), output)
-
-    def _shapes(self, tokens: int, masked: int, rows: int) -> dict[str, tuple[type, tuple[int, ...]]]:
-        """By name, dtype and shape of all that is not keys and values."""
-        target, batch = self._target, self._batch
-        shapes: dict[str, tuple[type, tuple[int, ...]]] = {
-            contract.INPUT_IDS: (np.int64, (batch, tokens)),
-            contract.POSITION_IDS: (np.int64, (batch, tokens)),
-            contract.TREE_MASK: (np.bool_, (batch, tokens, masked)),
-            contract.PAST_LENGTH: (np.int64, (batch,)),
-            contract.LOGIT_ROWS: (np.int64, (rows,)),
-            contract.NEXT_IDS: (np.int64, (batch, rows)),
-            contract.LOGITS: (np.float32, (batch, rows, target.vocab_size)),
-        }
-        if target.features:
-            shapes[contract.FEATURES] = (np.float32, (batch, tokens, target.features))
-        if target.width:
-            shapes[contract.HIDDEN] = (np.float32, (batch, tokens, target.width))
-        if target.top_k:
-            shapes[contract.TOPK_IDS] = (np.int64, (batch, rows, target.top_k))
-            shapes[contract.TOPK_LOGPROBS] = (np.float32, (batch, rows, target.top_k))
-        return shapes
 
     def _part(self, name: str, kind: type, shape: tuple[int, ...], room: int) -> _Part:
         """The front of the buffer `name`, which is made anew with `room` when it is too small."""
@@ -336,10 +420,12 @@ class _Calls:
 
 
 class OrtHeads:
-    """A Medusa heads graph: one feature row in, the best tokens of each head out."""
+    """A Medusa heads graph; see `step.Heads`."""
 
-    def __init__(self, path: Path, threads: int | None = None, provider: str | None = None) -> None:
-        self.session = open_session(path, threads, provider, spin=False)
+    def __init__(
+        self, path: Path, threads: int | None = None, provider: str | None = None, fall_back: bool = False
+    ) -> None:
+        self.session = open_session(path, threads, provider, spin=False, fall_back=fall_back)
         hidden = self.session.get_inputs()[0]
         ids = next(value for value in self.session.get_outputs() if value.name == contract.TOPK_IDS)
         self.width, self.heads, self.top_k = int(hidden.shape[-1]), int(ids.shape[2]), int(ids.shape[3])
@@ -357,7 +443,7 @@ class OrtHeads:
         self.io.bind_ortvalue_output(contract.TOPK_LOGPROBS, logprobs_value)
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
-        """hidden float32 [F] -> ids int64 [heads,K], logprobs float32 [heads,K]: views the next call overwrites."""
+        """See `step.Heads`."""
         self.hidden[0, 0] = hidden
         before = perf_counter()
         self.session.run_with_iobinding(self.io)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.drafters.candidates import merge_drafts
 from speccompile.runtime.drafters.draft import Draft, Drafter
 

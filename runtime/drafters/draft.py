@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speccompile.graphs.tree import TokenTree
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 
 _chain = cache(TokenTree.chain)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.drafters.growing import GrowingDrafter, Growth
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree
-from speccompile.runtime.backends.ort import OrtCache, OrtTarget, StepOutput
+from speccompile.runtime.backends.step import Cache, StepOutput, Target
 from speccompile.runtime.drafters.candidates import token_tree
 from speccompile.runtime.drafters.draft import Draft
 from speccompile.runtime.sampling import Sampling, distribution, draw
@@ -130,8 +130,8 @@ class GrowingDrafter(ABC):
 
     def __init__(
         self,
-        model: OrtTarget,
-        cache: OrtCache,
+        model: Target,
+        cache: Cache,
         tokens: list[int],
         tree: DraftTree,
         sampling: Sampling,
@@ -159,6 +159,8 @@ class GrowingDrafter(ABC):
                 f"draft graph: it names token {largest}, but the target has {target_vocab} tokens; rebuild the bundle."
             )
         self.cache, self.tokens, self.tree = cache, tokens, tree
+        self._most_tokens = model.max_tokens or cache.capacity  # of one call
+        self._most_masked = model.max_masked or cache.capacity
         self.seconds = 0.0
         self.calls = 0  # of the graph, those for the prompt left out
         self._uniform, self._eos_ids = uniform, eos_ids
@@ -321,8 +323,9 @@ class GrowingDrafter(ABC):
             tokens: at least one; `committed` is their number or one less.
             features: float32 [tokens,F], for a head.
         """
-        for begin in range(0, len(tokens), CATCH_UP_CHUNK):
-            chunk = tokens[begin : begin + CATCH_UP_CHUNK]
+        most = min(CATCH_UP_CHUNK, self._most_tokens)
+        for begin in range(0, len(tokens), most):
+            chunk = tokens[begin : begin + most]
             count = len(chunk)
             positions = np.arange(self.cache.length, self.cache.length + count)
             beside = {} if features is None else {"features": features[begin : begin + count]}
@@ -353,8 +356,10 @@ class GrowingDrafter(ABC):
         return output
 
     def _room(self, growth: Growth, count: int) -> bool:
-        """Whether `count` more rows fit the cache."""
-        return self.cache.length + growth.ran + count <= self.cache.capacity
+        """Whether one call for `count` more rows fits the cache and the graph."""
+        rows = growth.ran + count
+        fits = count <= self._most_tokens and rows <= self._most_masked
+        return fits and self.cache.length + rows <= self.cache.capacity
 
 
 def _best(probabilities: npt.NDArray[np.float64], count: int) -> list[int]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from speccompile.graphs.settings import LookaheadSettings
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.drafters.candidates import Trie
 from speccompile.runtime.drafters.draft import Draft
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from speccompile.graphs.errors import BundleError
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DraftTree, DynamicTree, TokenTree, grow
-from speccompile.runtime.backends.ort import OrtHeads, StepOutput
+from speccompile.runtime.backends.step import Heads, StepOutput
 from speccompile.runtime.drafters.draft import Draft
 
 
@@ -24,7 +24,7 @@ class MedusaDrafter:
         BundleError: when a fixed tree is deeper or wider than what the heads give, or the tree is an adaptive chain.
     """
 
-    def __init__(self, heads: OrtHeads, tree: DraftTree) -> None:
+    def __init__(self, heads: Heads, tree: DraftTree) -> None:
         if isinstance(tree, AdaptiveChain):
             raise BundleError(
                 "tree: adaptive chains are for what drafts token by token; rebuild the bundle with another tree."

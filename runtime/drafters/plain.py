@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from speccompile.graphs.tree import ROOT_ALONE
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.drafters.draft import Draft
 
 

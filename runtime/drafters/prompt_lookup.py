@@ -15,7 +15,7 @@ import numpy as np
 
 from speccompile.graphs.settings import LookupSettings
 from speccompile.graphs.tree import ROOT_ALONE, DynamicTree
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.drafters.candidates import Trie
 from speccompile.runtime.drafters.draft import Draft
 

@@ -45,7 +45,7 @@ def test_greedy_words_are_those_of_plain_decoding(
         for name, decoder in methods(smollm2_decoder, smollm2_draft_decoder, smollm2_eagle_decoder):
             ours = decoder.generate(ids, sequence=decoder.new_sequence(), **options)
             place = first_difference(ours.token_ids, plain.token_ids)
-            tie = place is not None and top_two_gap(smollm2_decoder, [*ids, *plain.token_ids[:place]]) < TIE_GAP
+            tie = place is not None and top_two_gap(smollm2_decoder, [*ids, *plain.token_ids[:place]]) < TIE_GAP["fp32"]
             assert place is None or tie, name
             if "draft" in name:
                 assert ours.stats.accepted > 4, name

@@ -70,7 +70,7 @@ def test_speculative_equals_plain_equals_transformers(smollm2_decoder: Decoder, 
         )[0, len(ids) :].tolist()
         for answer in answers:
             place = first_difference(answer.token_ids, reference)
-            assert place is None or top_two_gap(smollm2_decoder, [*ids, *reference[:place]]) < TIE_GAP
+            assert place is None or top_two_gap(smollm2_decoder, [*ids, *reference[:place]]) < TIE_GAP["fp32"]
     assert accepted > PROMPTS * 10  # the heads do draft: about one guess in two rounds
 
 

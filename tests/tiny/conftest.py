@@ -212,11 +212,11 @@ def untraced(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path) -> None:
         ir.save(ir.load(tiny_bundle / f"{name}.onnx"), folder / f"{name}.onnx", external_data=f"{name}.onnx.data")
         return graphs[name]
 
-    monkeypatch.setattr(building, "write_target", lambda _source, _found, folder, *_: copy("target", folder))
+    monkeypatch.setattr(building, "write_target", lambda _source, _found, _tail, plan: copy("target", plan.folder))
 
-    def copy_heads(_source: object, _heads: object, _tree: object, folder: Path, exact: Path | None) -> GraphInfo:
-        for target in filter(None, (folder, exact)):
-            copy("medusa", target)
+    def copy_heads(_source: object, _heads: object, _tree: object, plan: building.Plan) -> GraphInfo:
+        for folder in (plan.folder, plan.exact):
+            copy("medusa", folder)
         return graphs["medusa"]
 
     monkeypatch.setattr(building, "write_heads_graph", copy_heads)

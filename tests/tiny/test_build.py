@@ -398,11 +398,11 @@ def test_nan_in_the_graph_fails_the_proof(
 ) -> None:
     write = building.write_target
 
-    def poisoned(source: Any, found: Any, folder: Path, *rest: Any) -> Any:
-        info = write(source, found, folder, *rest)
-        weights = np.fromfile(folder / "target.onnx.data", np.float32)
+    def poisoned(source: Any, found: Any, tail: Any, plan: building.Plan) -> Any:
+        info = write(source, found, tail, plan)
+        weights = np.fromfile(plan.folder / "target.onnx.data", np.float32)
         weights[-320 * 64 :] = np.nan  # the lm_head
-        weights.tofile(folder / "target.onnx.data")
+        weights.tofile(plan.folder / "target.onnx.data")
         return info
 
     monkeypatch.setattr(building, "write_target", poisoned)

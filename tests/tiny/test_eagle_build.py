@@ -33,7 +33,8 @@ from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, 
 from speccompile.graphs.manifest import GraphInfo
 from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.settings import LookupSettings
-from speccompile.graphs.target import Tail, TargetTail, decoder_layers, survey, tapping, trace_gqa
+from speccompile.graphs.gqa import trace_gqa
+from speccompile.graphs.target import Tail, TargetTail, decoder_layers, survey, tapping
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime import decoder as decoding
@@ -428,8 +429,8 @@ def bundle1(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, hea
 
 
 def copied_target(bundle: Path) -> Callable[..., GraphInfo]:
-    def write_target(_source: Any, _found: Any, folder: Path, *_: Any) -> GraphInfo:
-        ir.save(ir.load(bundle / "target.onnx"), folder / "target.onnx", external_data="target.onnx.data")
+    def write_target(_source: Any, _found: Any, _tail: Any, plan: building.Plan) -> GraphInfo:
+        ir.save(ir.load(bundle / "target.onnx"), plan.folder / "target.onnx", external_data="target.onnx.data")
         return Bundle.open(bundle).manifest.graphs["target"]
 
     return write_target

@@ -33,7 +33,8 @@ from speccompile.graphs.errors import BundleError
 from speccompile.graphs.manifest import EagleInfo
 from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.settings import LookupSettings
-from speccompile.graphs.target import survey, trace_gqa
+from speccompile.graphs.gqa import trace_gqa
+from speccompile.graphs.target import survey
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder
 from speccompile.runtime import decoder as decoding

@@ -175,7 +175,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_half_precision_graph_gives_float32_logprobs() -> None:
     heads = make_heads(layers=2, lm_heads=HEADS)
     session = session_of(export_medusa(MedusaModule(heads.blocks, heads.lm_heads, TOP_K).half()))
-    hidden = np.random.default_rng(0).standard_normal((2, 3, HIDDEN)).astype(np.float16)
+    hidden = np.random.default_rng(0).standard_normal((2, 3, HIDDEN)).astype(np.float32)
     _, wanted = reference(heads, hidden, np.zeros((VOCABULARY, HIDDEN)), None)
     ids, logprobs = run(session, hidden)
     assert (str(ids.dtype), str(logprobs.dtype)) == ("int64", "float32")

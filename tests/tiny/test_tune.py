@@ -22,7 +22,8 @@ from speccompile.graphs.errors import BundleError, SpecCompileError
 from speccompile.graphs.manifest import DraftInfo, Manifest, file_info
 from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.settings import LookaheadSettings, LookupSettings
-from speccompile.graphs.target import survey, trace_gqa
+from speccompile.graphs.gqa import trace_gqa
+from speccompile.graphs.target import survey
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree, tree_from_json
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.backends.ort import OrtCache

@@ -20,7 +20,6 @@ from rich.progress import track
 from speccompile.graphs.errors import ProofError
 from speccompile.tools.bench.contestants import Contestant, Run
 
-TIE_GAP = 1e-4
 MOST_ORDERS = 720
 
 
@@ -155,11 +154,12 @@ def judged(contestant: Contestant, prompts: Sequence[list[int]]) -> dict[str, An
     Where two differ, the gap between the best two logits there tells whether it was a tie, which rounding may break
     either way.
     """
-    from speccompile.compiler.prove import first_difference, top_two_gap
+    from speccompile.compiler.prove import first_difference, tie_gap, top_two_gap
 
     plain = contestant.plain or contestant
     assert plain.decoder is not None
     equal = ties = 0
+    least = tie_gap(plain.decoder)
     wrong: list[dict[str, Any]] = []
     for number, ids in enumerate(prompts):
         expected = plain.runs[number][0].reply.tokens
@@ -167,11 +167,12 @@ def judged(contestant: Contestant, prompts: Sequence[list[int]]) -> dict[str, An
         place = next((place for place in places if place is not None), None)
         if place is None:
             equal += 1
-        elif (gap := top_two_gap(plain.decoder, [*ids, *expected[:place]])) < TIE_GAP:
+        elif (gap := top_two_gap(plain.decoder, [*ids, *expected[:place]])) < least:
             ties += 1
         else:
             wrong.append({"prompt": number, "token": place, "gap": gap})
-    return {"names": [plain.name, contestant.name], "equal": equal, "ties": ties, "different": wrong}
+    names = [plain.name, contestant.name]
+    return {"names": names, "equal": equal, "ties": ties, "tie_gap": least, "different": wrong}
 
 
 def compared(contestant: Contestant, first: Contestant) -> dict[str, Any]:
@@ -200,5 +201,5 @@ def require_identity(result: dict[str, Any]) -> None:
             raise ProofError(
                 f"identity: '{name}' and '{plain}' differ in {len(row['different'])} answers, first at token "
                 f"{worst['token']} of prompt {worst['prompt']}, where the best two logits are {worst['gap']:.2g} apart "
-                f"(a tie is below {TIE_GAP:g}); check the bundle with 'speccompile verify'."
+                f"(a tie is below {row['tie_gap']:g}); check the bundle with 'speccompile verify'."
             )

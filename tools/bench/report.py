@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from speccompile.runtime.stats import STAGES
-from speccompile.tools.bench.compete import TIE_GAP
 
 STEPS = [stage for stage in STAGES if stage != "prefill"]
 
@@ -58,7 +57,7 @@ def show(result: dict[str, Any], out: Console | None = None) -> None:
         plain, name = row["names"]
         again = f"{name} = {plain}" if name != plain else f"{name}, again and again"
         out.print(
-            f"{again}: {row['equal']} answers equal, {row['ties']} part at a tie (gap < {TIE_GAP:g}), "
+            f"{again}: {row['equal']} answers equal, {row['ties']} part at a tie (gap < {row['tie_gap']:g}), "
             f"{len(row['different'])} differ {row['different'] or ''}"
         )
     for row in result["compared"]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speccompile.compiler.build import EAGLE_TREE, write_target
+from speccompile.compiler.build import EAGLE_TREE, Plan, write_target
 from speccompile.compiler.checkpoint import Source, read_model
 from speccompile.compiler.draft_model import DraftModel, check_dtype, read_draft, slim_facts, write_draft
 from speccompile.compiler.eagle_head import EagleHead, read_eagle, write_eagle
@@ -403,7 +403,8 @@ def _make_data(source: Source, work: Path, tokens: int, rows: int, seed: int, da
     if not (graph / "target.onnx").is_file():
         with staged(graph, replace=True) as folder:
             limit = min(DATA_LENGTH, source.model.config.get_text_config().max_position_embeddings)
-            write_target(source, survey(source.model, limit), folder, TargetTail(True), report)
+            plan = Plan(folder, limit, report=report)
+            write_target(source, survey(source.model, limit), TargetTail(True), plan)
     folder = work / CONVERSATIONS
     shards = len(list(folder.glob("shard-*.safetensors")))
     questions: Iterator[list[int]] | None = None

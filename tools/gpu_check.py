@@ -1,0 +1,596 @@
+"""What this machine can run, whether it is right, and how fast: `bash tools/gpu_check.sh [OUT.json]`.
+
+For SmolLM2 in float16 with prompt lookup, Medusa heads and an EAGLE head, and for each runtime that is here:
+
+    engines   TensorRT engines of the bundle's graphs are built for this GPU
+    answers   the proof's prompts are answered greedily, plainly and speculatively, which gives milliseconds a token;
+              every token is held against the logits of ONNX Runtime on the CPU, given all tokens before it
+    costs     verifying 1, 4, 8, 16 and 32 tokens is timed, with the step captured in a CUDA graph and without
+
+A token is right when no other has a higher logit there, and a tie when one has by less than rounding explains. Each of
+these lines runs in a process of its own with a time limit, so that one that crashes or hangs does not end the rest.
+Exit status: 0 all is well, 1 a line failed or a token was wrong, 3 all is well but there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from speccompile.graphs.errors import BundleError, SpecCompileError
+from speccompile.graphs.tree import TokenTree
+from speccompile.runtime.backends.ort import OrtTarget
+from speccompile.runtime.bundle import Bundle
+from speccompile.runtime.decoder import load
+from speccompile.runtime.text import Text
+
+MODEL = "smollm2-135m-instruct"
+METHODS = ("prompt-lookup", "medusa", "eagle")
+BUDGET = 450  # seconds for all lines
+LIMITS = {"machine": 60, "build": 240, "prompts": 60, "engines": 150, "answers": 90, "costs": 60}  # seconds
+LEAST = 5  # seconds: a line that gets less is not begun
+MAX_LENGTH = 2048
+NEW_TOKENS = 48
+TOKENS = (1, 4, 8, 16, 32)
+PAST = 200
+SWEEPS, WARM_UP = 25, 4  # a step is captured when its shape comes for the third time
+ELSEWHERE = "sm89"  # what TensorRT-RTX builds for where there is no GPU that it knows
+NO_GPU = "no GPU: nothing was run on one"
+# Of the largest logit: a token this far below the best one may be due to rounding. Sums of a few hundred products in
+# another order change 24 bits by 1e-6 and 11 bits by some 1e-2 in the end.
+TIES = {"fp32": 1e-5, "bf16": 0.05}
+TIE = 0.01
+
+Array = npt.NDArray[Any]
+Facts = dict[str, Any]
+Step = Callable[..., Facts]
+
+
+# ---- what is run, each in a process of its own ----
+
+
+def machine() -> Facts:
+    """The GPU, if any, and what is installed that could run on it."""
+    import onnxruntime
+
+    facts: Facts = {"gpu": None, "providers": onnxruntime.get_available_providers(), "cores": os.cpu_count()}
+    facts["versions"] = {"onnxruntime": onnxruntime.__version__}
+    facts["missing"], facts["targets"] = {}, {}
+    for name in ("tensorrt", "tensorrt_rtx"):
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a library that it links is often what is missing
+            facts["missing"][name] = _first_line(error)
+            continue
+        facts["versions"][name] = module.__version__
+        if hasattr(module, "ComputeCapability"):
+            facts["targets"][name] = [kind.lower() for kind in dir(module.ComputeCapability) if kind.startswith("SM")]
+    try:
+        facts["gpu"] = _gpu()
+    except Exception as error:  # cuda-python's own exceptions share no public base class
+        facts["missing"]["gpu"] = _first_line(error)
+    return facts
+
+
+def _gpu() -> Facts:
+    from cuda.bindings import runtime
+
+    status, count = runtime.cudaGetDeviceCount()
+    if int(status):
+        raise RuntimeError(f"cudaGetDeviceCount: {status.name}")
+    if not count:
+        raise RuntimeError("cudaGetDeviceCount: 0 devices")
+    _, properties = runtime.cudaGetDeviceProperties(0)
+    _, driver = runtime.cudaDriverGetVersion()
+    name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+    target = f"sm{properties.major}{properties.minor}"
+    return {"name": name, "target": target, "bytes": int(properties.totalGlobalMem), "driver": int(driver)}
+
+
+def build_bundle(model: str | None, method: str, out: str, precision: str) -> Facts:
+    """Make the bundle at `out`, unless a whole one is there."""
+    path = Path(out)
+    try:
+        Bundle.open(path)
+        return {"built": "earlier"}
+    except BundleError:
+        pass
+    from speccompile.compiler.build import build
+    from speccompile.tools.zoo import fetch
+
+    source = fetch.fetch(MODEL) if model is None else Path(model)
+    parts = {"medusa": {"heads": fetch.heads}, "eagle": {"head": fetch.eagle}}.get(method, {})
+    manifest = build(
+        source,
+        path,
+        method=method,
+        dialect="scatter",
+        precision=precision,
+        max_length=MAX_LENGTH,
+        force=(path / "manifest.json").exists(),
+        report=print,
+        **{name: find(MODEL) for name, find in parts.items()},  # type: ignore[arg-type]
+    )
+    return {"built": "now", "proof": manifest.proof}
+
+
+def read_prompts(bundle: str) -> Facts:
+    """The proof's prompts as token ids, under the chat template where there is one."""
+    from speccompile.compiler.prove import PROMPTS
+
+    opened = Bundle.open(bundle, check_hashes=False)
+    text = Text.load(opened.path, opened.manifest.tokenizer.special_tokens)
+    chat = text.chat_template is not None
+    asked = [text.chat([{"role": "user", "content": prompt}]) if chat else text.encode(prompt) for prompt in PROMPTS]
+    room = max(1, opened.manifest.target.max_length // 2)
+    return {"prompts": [ids[-room:] for ids in asked]}
+
+
+def engines(bundle: str, module: str, target: str | None) -> Facts:
+    """Build the engines of a bundle: for this GPU (None) or for `target`."""
+    from speccompile.compiler.engine import build_engines
+
+    before = time.perf_counter()
+    (made,) = build_engines(
+        importlib.import_module(module),
+        Path(bundle),
+        targets=None if target is None else [target],
+        max_length=None,
+        batch=1,
+        max_tree=None,
+        report=print,
+        force=True,
+    )
+    return {
+        "target": made.target,
+        "version": made.version,
+        "build_seconds": time.perf_counter() - before,
+        "bytes": {name: engine.bytes for name, engine in made.engines.items()},
+        "measured": made.measured,
+    }
+
+
+def answers(bundle: str, backend: str, provider: str | None, prompts: list[list[int]]) -> Facts:
+    """Answer every prompt plainly and speculatively, and judge each token on the CPU."""
+    decoder = load(bundle, provider=provider, backend=backend)
+    own = backend == "onnxruntime" and provider is None
+    judge = decoder.target if own else OrtTarget(decoder.bundle.graph("target")[0])
+    share = TIES.get(decoder.bundle.manifest.graphs["target"].precision, TIE)
+    seconds, tokens, rounds = [0.0, 0.0], [0, 0], 0
+    verdicts = dict.fromkeys(("equal", "ties", "different", "unlike_plain"), 0)
+    largest = 0.0
+    for number, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up
+        limit, plain = min(NEW_TOKENS, decoder.capacity - len(prompt)), list[int]()
+        for speculate in (False, True):
+            found = decoder.generate(prompt, max_new_tokens=limit, speculate=speculate)
+            if not number:
+                continue
+            gaps, top = logit_gaps(judge, prompt, found.token_ids)
+            verdicts[judged(gaps, share * top)] += 1
+            largest = max(largest, float(gaps.max()))
+            seconds[speculate] += found.stats.decode_seconds
+            tokens[speculate] += found.stats.emitted - 1
+            if speculate:
+                rounds += found.stats.rounds
+                verdicts["unlike_plain"] += found.token_ids != plain
+            plain = found.token_ids
+    plain_ms, speculative_ms = (1e3 * spent / max(count, 1) for spent, count in zip(seconds, tokens, strict=True))
+    return {
+        "answers": 2 * len(prompts),
+        **verdicts,
+        "largest_gap": largest,
+        "plain_ms": plain_ms,
+        "speculative_ms": speculative_ms,
+        "speedup": plain_ms / speculative_ms if speculative_ms else 0.0,
+        "tokens_per_round": tokens[True] / max(rounds, 1),
+    }
+
+
+def logit_gaps(judge: Any, prompt: Sequence[int], answer: Sequence[int]) -> tuple[Array, float]:
+    """How far the logit of each token of an answer lies below the best one, given all before it, and the largest logit.
+    All of it is 0 exactly when `judge` would have given this answer."""
+    ids = [*prompt, *answer[:-1]]
+    chain, rows = TokenTree.chain(len(ids) - 1), np.arange(len(prompt) - 1, len(ids))
+    logits = judge.open(len(ids)).run(np.array(ids), chain.depths, chain.mask, rows).logits[0]
+    return logits.max(-1) - logits[np.arange(len(answer)), answer], float(np.abs(logits).max())
+
+
+def judged(gaps: Array, tie: float) -> str:
+    """One of "equal", "ties" and "different"."""
+    if not (gaps <= tie).all():  # so is what is not a number
+        return "different"
+    return "ties" if gaps.any() else "equal"
+
+
+def costs(bundle: str, backend: str, provider: str | None, captured: bool) -> Facts:
+    """Median milliseconds of a verifying call, for each of `TOKENS`, behind `PAST` tokens or as many as there is room
+    for."""
+    if backend != "onnxruntime" and not captured:
+        _capture_nothing()
+    decoder, rng = load(bundle, provider=provider, backend=backend), np.random.default_rng(0)
+    target, past = decoder.target, min(PAST, decoder.capacity - max(TOKENS))
+    cache = target.open(past + max(TOKENS))
+    spent: dict[int, list[float]] = {count: [] for count in TOKENS}
+
+    def call(count: int) -> float:
+        chain = TokenTree.chain(count - 1)
+        ids = rng.integers(target.vocab_size, size=count)
+        before = time.perf_counter()
+        output = cache.run(ids, cache.length + chain.depths, chain.mask, chain.nodes)
+        int(output.next_ids[0, -1])  # what waits for the GPU
+        return 1e3 * (time.perf_counter() - before)
+
+    while count := min(max(TOKENS), past - cache.length):
+        call(count)
+        cache.commit(range(count))
+    for sweep in range(WARM_UP + SWEEPS):  # a machine that slows down for a while slows all of them
+        for count in rng.permutation(TOKENS).tolist():
+            taken = call(count)
+            if sweep >= WARM_UP:
+                spent[count].append(taken)
+    return {"tokens": list(TOKENS), "ms": [median(spent[count]) for count in TOKENS]}
+
+
+def _capture_nothing() -> None:
+    """For this process, which only times: nobody else would want it."""
+    from speccompile.runtime.backends import tensorrt
+
+    tensorrt.RECORD_AFTER = sys.maxsize
+    tensorrt.Engine.records_itself = False  # type: ignore[assignment,method-assign]
+
+
+# ---- lines, their time and their ends ----
+
+
+@dataclass
+class Line:
+    """One thing that was tried: `outcome` is "ok", "failed", "crashed", "timed out" or "skipped"."""
+
+    name: str
+    runtime: str
+    bundle: str
+    outcome: str
+    seconds: float = 0.0
+    why: str = ""
+    facts: Facts = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, (self.name, self.runtime, self.bundle)))
+
+
+@dataclass
+class Lines:
+    """Runs steps in processes of their own until the time is used up.
+
+    Args:
+        budget: seconds for all of them.
+    """
+
+    budget: float
+    report: Callable[[str], None] = lambda _: None
+    done: list[Line] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        return self.started + self.budget - time.monotonic()
+
+    def run(
+        self, name: str, runtime: str, bundle: str, step: Step, limit: float | None = None, **given: Any
+    ) -> Facts | None:
+        """What `step` returns for the arguments `given`, or None when it did not get that far.
+
+        Args:
+            limit: seconds; default: what `LIMITS` has for `name`.
+        """
+        limit = min(limit or LIMITS[name], self.left)
+        line = Line(name, runtime, bundle, "skipped", why="no time was left for it")
+        self.done.append(line)
+        if limit < LEAST:
+            return None
+        self.report(line.title)
+        before = time.monotonic()
+        line.outcome, line.why, line.facts = _in_a_process(step, given, limit)
+        line.seconds = time.monotonic() - before
+        return line.facts if line.outcome == "ok" else None
+
+    def skip(self, name: str, runtime: str, bundle: str, why: str) -> None:
+        self.done.append(Line(name, runtime, bundle, "skipped", why=why))
+
+
+def _in_a_process(step: Step, given: Facts, limit: float) -> tuple[str, str, Facts]:
+    """(outcome, why, facts) of a step."""
+    context = multiprocessing.get_context("spawn")  # a fork would share what CUDA and ONNX Runtime hold
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process = context.Process(target=_child, args=(step, given, theirs, str(log)))
+        process.start()
+        theirs.close()
+        try:
+            if not ours.poll(limit):
+                return "timed out", f"it took longer than {limit:.0f} s{_last_words(log)}", {}
+            outcome, found = ours.recv()
+            return (outcome, "", found) if outcome == "ok" else (outcome, found, {})
+        except EOFError:
+            process.join()
+            return "crashed", f"its process ended with status {process.exitcode}{_last_words(log)}", {}
+        finally:
+            _end(process)
+            ours.close()
+
+
+def _child(step: Step, given: Facts, results: Any, log: str) -> None:
+    """Run a step; what it and its libraries print goes to `log`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a build cleans up behind itself
+    with Path(log).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            results.send(("ok", step(**given)))
+        except SpecCompileError as error:
+            results.send(("failed", str(error)))
+        except Exception as error:
+            traceback.print_exc()
+            results.send(("failed", f"{type(error).__name__}: {_first_line(error)}"))
+
+
+def _end(process: Any) -> None:
+    """Ask it to stop, then make it."""
+    for stop, patience in ((lambda: None, 5), (process.terminate, 5), (process.kill, None)):
+        stop()
+        process.join(patience)
+        if process.exitcode is not None:
+            return
+
+
+def _last_words(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+        if lines:
+            return f"; its last words: {lines[-1][:200]}"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+# ---- the whole check ----
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Something that decodes.
+
+    Args:
+        backend, provider: as `runtime.decoder.load` takes them.
+        target: what engines are built for; None: whatever GPU there is, or there are no engines.
+        runs: whether it can run here; else its engines are only built.
+        on_gpu: whether a GPU does the work.
+    """
+
+    name: str
+    backend: str
+    provider: str | None = None
+    target: str | None = None
+    runs: bool = True
+    on_gpu: bool = True
+
+
+def runtimes(facts: Facts) -> Iterator[Runtime]:
+    """What can be tried on this machine, ONNX Runtime's CPU kernels last."""
+    gpu, versions = facts["gpu"], facts["versions"]
+    if gpu and "tensorrt" in versions:
+        yield Runtime(f"TensorRT {versions['tensorrt']}", "tensorrt")
+    if "tensorrt_rtx" in versions:
+        knows = bool(gpu) and gpu["target"] in facts["targets"].get("tensorrt_rtx", ())
+        target = gpu["target"] if knows else ELSEWHERE
+        yield Runtime(f"TensorRT-RTX {versions['tensorrt_rtx']}", "tensorrt_rtx", target=target, runs=knows)
+    if gpu and "CUDAExecutionProvider" in facts["providers"]:
+        yield Runtime(f"ONNX Runtime {versions['onnxruntime']}, CUDA", "onnxruntime", "CUDAExecutionProvider")
+    yield Runtime(f"ONNX Runtime {versions['onnxruntime']}, CPU", "onnxruntime", on_gpu=False)
+
+
+def check(lines: Lines, bundles: dict[str, Path], model: Path | None, work: Path, precision: str) -> Facts | None:
+    """Run every line. What is in `bundles` is not built. Returns what the machine is, if that much is known."""
+    facts = lines.run("machine", "", "", machine)
+    if facts is None:
+        return None
+    found, prompts = list(runtimes(facts)), None
+    methods = METHODS if model is None else METHODS[:1]  # for other models there are no heads at hand
+    ready: dict[str, Path] = {}
+    for name in bundles or methods:
+        path = bundles.get(name, work / f"{name}-{precision}.bundle")
+        if name not in bundles:
+            given = {"model": model and str(model.absolute()), "method": name, "out": str(path), "precision": precision}
+            if lines.run("build", "", name, build_bundle, **given) is None:
+                continue
+        prompts = prompts or lines.run("prompts", "", name, read_prompts, bundle=str(path))
+        if prompts is None:
+            continue
+        ready[name] = path
+        for runtime in found:
+            if runtime.on_gpu:
+                try_out(lines, runtime, name, path, prompts["prompts"], with_costs=len(ready) == 1)
+    for name, path in ready.items():
+        assert prompts is not None
+        try_out(lines, found[-1], name, path, prompts["prompts"], with_costs=False)
+    return facts
+
+
+def try_out(
+    lines: Lines, runtime: Runtime, name: str, bundle: Path, prompts: list[list[int]], with_costs: bool
+) -> None:
+    """The lines of one runtime on one bundle."""
+    given = {"bundle": str(bundle), "backend": runtime.backend, "provider": runtime.provider}
+    has_engines = runtime.backend != "onnxruntime"
+    if has_engines:
+        made = lines.run(
+            "engines", runtime.name, name, engines, bundle=str(bundle), module=runtime.backend, target=runtime.target
+        )
+        if made is None:
+            return
+    if not runtime.runs:
+        lines.skip("answers", runtime.name, name, "there is no GPU that it knows")
+        return
+    if lines.run("answers", runtime.name, name, answers, **given, prompts=prompts) is None or not with_costs:
+        return
+    for captured in (True, False) if has_engines else (False,):
+        lines.run("costs", f"{runtime.name}{' (captured)' * captured}", name, costs, **given, captured=captured)
+
+
+def status_of(lines: Lines, facts: Facts | None) -> int:
+    """The exit status."""
+    wrong = any(
+        line.outcome in ("failed", "crashed", "timed out") or line.facts.get("different") for line in lines.done
+    )
+    if wrong or facts is None:
+        return 1
+    if facts["gpu"] is None:
+        return 3
+    on_gpu = {runtime.name for runtime in runtimes(facts) if runtime.on_gpu}
+    return (
+        0
+        if any(line.name == "answers" and line.outcome == "ok" and line.runtime in on_gpu for line in lines.done)
+        else 1
+    )
+
+
+# ---- what is said about it ----
+
+
+def table_of(lines: Lines) -> Table:
+    """A row for each runtime and bundle."""
+    table = Table(
+        "runtime",
+        "bundle",
+        "engines",
+        "plain",
+        "speculative",
+        "speed-up",
+        "a round",
+        "tokens",
+        *_cost_columns(),
+        box=SIMPLE_HEAD,
+    )
+    rows: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in lines.done:
+        if line.runtime:
+            captured = line.runtime.endswith(" (captured)")
+            place = line.runtime.removesuffix(" (captured)"), line.bundle
+            rows.setdefault(place, {})["captured" if captured else line.name] = line
+    for (runtime, bundle), of in rows.items():
+        table.add_row(runtime, bundle, _engines_cell(of), *_answers_cells(of), *_cost_cells(of))
+    return table
+
+
+def _cost_columns() -> list[str]:
+    return [f"{TOKENS[0]} verified", *(f"{count}" for count in TOKENS[1:])]
+
+
+def _engines_cell(of: dict[str, Line]) -> str:
+    line = of.get("engines")
+    if line is None or line.outcome != "ok":
+        return "" if line is None else line.outcome
+    return (
+        f"{sum(line.facts['bytes'].values()) / 1e6:.0f} MB, {line.facts['build_seconds']:.0f} s, {line.facts['target']}"
+    )
+
+
+def _answers_cells(of: dict[str, Line]) -> list[str]:
+    line = of.get("answers")
+    if line is None or line.outcome != "ok":
+        return ["" if line is None else line.outcome, "", "", "", ""]
+    facts = line.facts
+    right = f"{facts['equal']} equal" + f", {facts['ties']} ties" * (facts["ties"] > 0)
+    return [
+        f"{facts['plain_ms']:.2f} ms",
+        f"{facts['speculative_ms']:.2f} ms",
+        f"{facts['speedup']:.2f}x",
+        f"{facts['tokens_per_round']:.2f}",
+        right + f", {facts['different']} DIFFERENT" * (facts["different"] > 0),
+    ]
+
+
+def _cost_cells(of: dict[str, Line]) -> list[str]:
+    """Milliseconds of one token, and multiples of that, captured before not captured."""
+    known = [of[name].facts["ms"] for name in ("captured", "costs") if name in of and of[name].outcome == "ok"]
+    cells = [" / ".join(f"{ms[0]:.2f} ms" for ms in known)]
+    return cells + [" / ".join(f"{ms[place] / ms[0]:.1f}x" for ms in known) for place in range(1, len(TOKENS))]
+
+
+def show(lines: Lines, facts: Facts | None, out: Console) -> None:
+    """Print the table, and what did not come to an end."""
+    if facts is not None:
+        gpu = facts["gpu"]
+        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        if gpu:
+            about = f"{gpu['name']} ({gpu['target']}), {gpu['bytes'] / 2**30:.0f} GiB, driver for CUDA {gpu['driver']}"
+            out.print(f"{about}; {versions}")
+        else:
+            out.print(f"{NO_GPU} ({facts['missing'].get('gpu')}); {versions}", style="bold")
+        for name, why in facts["missing"].items():
+            if name != "gpu":
+                out.print(f"{name}: not here ({why})", style="dim")
+    out.print(table_of(lines))
+    out.print(
+        "Milliseconds are for a token of an answer, without the prompt; a round: tokens that a verifying call emitted. "
+        "Tokens: answers of which every token is the best on the CPU given those before, or tied with it. Verified: "
+        "time of a call for so many tokens, captured in a CUDA graph / not captured.",
+        style="dim",
+    )
+    for line in lines.done:
+        if line.outcome != "ok":
+            style = "yellow" if line.outcome == "skipped" else "red"
+            out.print(f"{line.outcome}: {line.title}: {line.why}", style=style, markup=False)
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path), default=Path("build/gpu_check/gpu_check.json"))
+@click.option("--model", type=click.Path(path_type=Path), help=f"Check with prompt lookup on this model, not {MODEL}.")
+@click.option(
+    "--bundle", "bundles", multiple=True, type=click.Path(path_type=Path), help="Check these scatter bundles."
+)
+@click.option("--precision", default="fp16", show_default=True, help="Of bundles that are built.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("build/gpu_check"), show_default=True)
+@click.option("--budget", type=float, default=BUDGET, show_default=True, help="Seconds for everything.")
+def main(out: Path, model: Path | None, bundles: tuple[Path, ...], precision: str, work: Path, budget: float) -> None:
+    """Check what this machine can run; the figures go to OUT as JSON."""
+    console = Console()
+    work.mkdir(parents=True, exist_ok=True)
+    with console.status("starting") as status:
+        lines = Lines(budget, status.update)
+        facts = check(lines, {path.name: path for path in bundles}, model, work, precision)
+    show(lines, facts, console)
+    code = status_of(lines, facts)
+    found = {"machine": facts, "status": code, "seconds": time.monotonic() - lines.started}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({**found, "lines": [vars(line) for line in lines.done]}, indent=1) + "\n")
+    console.print(f"written to {out}", style="dim")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
