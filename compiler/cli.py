@@ -363,7 +363,15 @@ def _show_proof(figures: dict[str, Any]) -> None:
     help="'typical' is Medusa's rule: NOT lossless.",
 )
 @click.option("--threads", type=int, help="Default: the cores this process may use.")
-@click.option("--provider", help="ONNX Runtime execution provider. Default: CPUExecutionProvider.")
+@click.option("--provider", help="ONNX Runtime's execution provider. Default: CPUExecutionProvider.")
+@click.option("--fall-back", is_flag=True, help="Let the CPU stand in for a provider that cannot be used here.")
+@click.option(
+    "--backend",
+    type=click.Choice(["onnxruntime", "tensorrt", "tensorrt_rtx", "tensorrt_lean"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs the graphs: ONNX Runtime, or the module that runs the bundle's engines.",
+)
 @click.option(
     "--stats", "with_stats", is_flag=True, help="Decode plainly as well, and compare: acceptance, costs, speed."
 )
@@ -375,17 +383,21 @@ def run(
     plain: bool,
     threads: int | None,
     provider: str | None,
+    fall_back: bool,
+    backend: str,
     with_stats: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Answer one prompt with BUNDLE."""
     from speccompile.runtime import load
-    from speccompile.runtime.backends import ort
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    ort.share_threads(threads)
-    decoder = load(bundle, threads, provider)
+    if backend == "onnxruntime":  # a device with engines need not have it
+        from speccompile.runtime.backends.ort import share_threads
+
+        share_threads(threads)
+    decoder = load(bundle, threads, provider, backend=backend, fall_back=fall_back)
     asked: Any = [{"role": "user", "content": text}] if chat else text
     if with_stats:
         if options["seed"] is None:

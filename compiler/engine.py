@@ -14,12 +14,12 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
@@ -102,20 +102,9 @@ def build_engines(
     """
     opened = Bundle.open(bundle)
     manifest = opened.manifest
-    for name, graph in manifest.graphs.items():
-        if graph.dialect == "gqa":
-            raise EngineError(
-                f"{bundle}: its graph '{name}' is in the dialect 'gqa', which TensorRT cannot read; build the bundle "
-                "with --dialect scatter."
-            )
+    _check_dialect(opened)
     chosen = choose_targets(trt, targets)
-    for name, graph in manifest.graphs.items():
-        for target in chosen:
-            if _number(target) < LEAST_ARCHITECTURE.get(graph.precision, 0):
-                raise EngineError(
-                    f"--target: {target} cannot multiply in {graph.precision}, which the bundle's graph '{name}' does; "
-                    f"it takes sm{LEAST_ARCHITECTURE[graph.precision]} or newer, or a bundle of another --precision."
-                )
+    _check_precisions(opened, chosen)
     nodes = max(len(opened.tree), manifest.lookahead.nodes if manifest.lookahead else 0)
     limits = choose_limits(manifest.target.max_length, nodes, max_length, batch, max_tree)
     version = str(trt.__version__)
@@ -126,32 +115,8 @@ def build_engines(
             raise EngineError(f"{folder}: already exists; {remedy}.")
     log = collecting_log(trt)
     with ExitStack() as stack:
-        made = {t: stack.enter_context(staged(folder, force, SIDECAR_FILE)) for t, folder in folders.items()}
-        engines: dict[str, dict[str, EngineInfo]] = {target: {} for target in chosen}
-        measured: dict[str, dict[str, Any]] = {target: {"seconds": {}, "warnings": {}} for target in chosen}
-        for name in manifest.graphs:
-            path, graph_info = opened.graph(name)
-            report(f"parsing the {name}")
-            model = prepare(path, limits.capacity)
-            parsed = Parsed.of(trt, log, name, model, path.parent)
-            parsed.check(model.graph)
-            warnings = log.take_warnings()
-            for target in chosen:
-                began = time.perf_counter()
-                file = made[target] / f"{name}.engine"
-                tensors = parsed.build(limits, target, file, report)
-                written = file_info(file)
-                engines[target][name] = EngineInfo(
-                    file=file.name,
-                    bytes=written.bytes,
-                    sha256=written.sha256,
-                    graph_sha256=manifest.files[graph_info.file].sha256,
-                    inputs=tensors,
-                    outputs=parsed.outputs(),
-                    aliases=parsed.aliases,
-                )
-                measured[target]["seconds"][name] = round(time.perf_counter() - began, 2)
-                measured[target]["warnings"][name] = warnings + log.take_warnings()
+        staging = {t: stack.enter_context(staged(folder, force, SIDECAR_FILE)) for t, folder in folders.items()}
+        made = {name: _build_graph(trt, log, opened, name, limits, staging, report) for name in manifest.graphs}
         sets = [
             EngineSet(
                 schema=ENGINES_SCHEMA,
@@ -161,16 +126,84 @@ def build_engines(
                 capacity=limits.capacity,
                 batch=limits.batch,
                 max_tokens=limits.tokens,
-                engines=engines[target],
-                measured=measured[target] | {"peak_bytes": peak_bytes()},
+                engines={name: built[target].info for name, built in made.items()},
+                measured={
+                    "seconds": {name: built[target].seconds for name, built in made.items()},
+                    "warnings": {name: built[target].warnings for name, built in made.items()},
+                    "peak_bytes": peak_bytes(),
+                },
             )
             for target in chosen
         ]
         for whole in sets:
             text = json.dumps(whole.to_json(), indent=1) + "\n"
-            (made[whole.target] / SIDECAR_FILE).write_text(text, "utf-8")
+            (staging[whole.target] / SIDECAR_FILE).write_text(text, "utf-8")
         report("publishing")
     return sets
+
+
+@dataclass(frozen=True)
+class Built:
+    """One engine, what it took, and what TensorRT warned of."""
+
+    info: EngineInfo
+    seconds: float
+    warnings: list[str]
+
+
+def _build_graph(
+    trt: ModuleType,
+    log: Any,
+    bundle: Bundle,
+    name: str,
+    limits: Limits,
+    staging: Mapping[str, Path],
+    report: Report,
+) -> dict[str, Built]:
+    """Parse a graph once and build it for every target, into the target's folder."""
+    report(f"parsing the {name}")
+    path, graph = bundle.graph(name)
+    model = prepare(path, limits.capacity)
+    parsed = Parsed.of(trt, log, name, model, path.parent)
+    parsed.check(model.graph)
+    warnings = log.take_warnings()
+    built = {}
+    for target, folder in staging.items():
+        began = time.perf_counter()
+        file = folder / f"{name}.engine"
+        inputs = parsed.build(limits, target, file, report)
+        written, source = file_info(file), bundle.manifest.files[graph.file]
+        info = EngineInfo(
+            file=file.name,
+            bytes=written.bytes,
+            sha256=written.sha256,
+            graph_sha256=source.sha256,
+            inputs=inputs,
+            outputs=parsed.outputs(),
+            aliases=parsed.aliases,
+        )
+        built[target] = Built(info, round(time.perf_counter() - began, 2), warnings + log.take_warnings())
+    return built
+
+
+def _check_dialect(bundle: Bundle) -> None:
+    for name, graph in bundle.manifest.graphs.items():
+        if graph.dialect == "gqa":
+            raise EngineError(
+                f"{bundle.path}: its graph '{name}' is in the dialect 'gqa', which TensorRT cannot read; build the "
+                "bundle with --dialect scatter."
+            )
+
+
+def _check_precisions(bundle: Bundle, targets: Sequence[str]) -> None:
+    for name, graph in bundle.manifest.graphs.items():
+        least = LEAST_ARCHITECTURE.get(graph.precision, 0)
+        for target in targets:
+            if _number(target) < least:
+                raise EngineError(
+                    f"--target: {target} cannot multiply in {graph.precision}, which the bundle's graph '{name}' does; "
+                    f"it takes sm{least} or newer, or a bundle of another --precision."
+                )
 
 
 # ---- what to build for ----
@@ -349,15 +382,15 @@ class Parsed:
         if hasattr(self.trt, "ComputeCapability"):
             config.num_compute_capabilities = 1
             config.set_compute_capability(self.trt.ComputeCapability.__members__[target.upper()], 0)
-        with interrupts_held() as interrupted:
-            if hasattr(self.trt, "IProgressMonitor"):
-                config.progress_monitor = monitor = _monitor(self.trt, doing, report, interrupted)
-            engine = self.builder.build_serialized_network(self.network, config)
-        del monitor
+        with interrupts_held() as interrupted, file.open("wb") as stream:
+            monitor, writer = _monitor(self.trt, doing, report, interrupted), _writer(self.trt, stream)
+            config.progress_monitor = monitor
+            good = self.builder.build_serialized_network_to_stream(self.network, config, writer)
+        if writer.failure is not None:
+            raise writer.failure
         check_log(self.name, f"building it for {target}", self.log.take_errors())
-        if engine is None:
+        if not good:
             raise EngineError(f"{self.name}: TensorRT built no engine for {target} and does not say why.")
-        file.write_bytes(engine)
         return inputs
 
     def inputs(self, limits: Limits) -> list[TensorInfo]:
@@ -432,19 +465,39 @@ def _monitor(trt: ModuleType, doing: str, report: Report, interrupted: Callable[
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self.steps[phase_name] = num_steps
-            report(f"{doing}: {phase_name}")
+            self.say(phase_name)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            now = time.monotonic()
-            if now - self.said > REPORT_SECONDS:
-                self.said = now
-                report(f"{doing}: {phase_name}, {step + 1} of {self.steps.get(phase_name, step + 1)}")
+            self.say(f"{phase_name}, {step + 1} of {self.steps.get(phase_name, step + 1)}")
             return not interrupted()
 
         def phase_finish(self, phase_name: str) -> None:
             self.steps.pop(phase_name, None)
 
+        def say(self, what: str) -> None:
+            if time.monotonic() - self.said > REPORT_SECONDS:
+                self.said = time.monotonic()
+                report(f"{doing}: {what}")
+
     return Monitor()
+
+
+def _writer(trt: ModuleType, stream: BinaryIO) -> Any:
+    class Writer(trt.IStreamWriter):  # type: ignore[name-defined]
+        """Writes an engine as it comes; whole in memory, it would be there twice."""
+
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.failure: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return stream.write(data)
+            except OSError as error:
+                self.failure = error
+                return 0
+
+    return Writer()
 
 
 @contextmanager

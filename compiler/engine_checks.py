@@ -32,7 +32,7 @@ def check_log(name: str, doing: str, errors: Sequence[str]) -> None:
     """
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise EngineError(f"{name}: {doing}, TensorRT said: {errors[0].strip()}{more}")
+        raise EngineError(f"{name}: {doing}, TensorRT said: {' '.join(errors[0].split())}{more}")
 
 
 def check_nodes(name: str, graph: ir.Graph) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speccompile.runtime.backends.ort import OrtTarget
+from speccompile.runtime.backends.step import Target
 from speccompile.runtime.text import Text
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
@@ -27,7 +27,7 @@ Logits = Callable[[list[int]], npt.NDArray[np.float32]]
 """Of a text, its logits [T,V]."""
 
 
-def logits_of(target: OrtTarget) -> Logits:
+def logits_of(target: Target) -> Logits:
     """What a graph says."""
 
     def run(ids: list[int]) -> npt.NDArray[np.float32]:

@@ -20,17 +20,11 @@ from torch.export import Dim
 from speccompile.graphs import contract
 from speccompile.graphs.attention import Trace, describe_layer
 from speccompile.graphs.errors import TraceError
+from speccompile.graphs.passes.derive_gqa_inputs import SEQLENS_K, TOTAL_LENGTH, bias_name
 from speccompile.graphs.target import Argument, Survey, Tail, TargetModule, trace_module
 
 OPSET = 23
-SEQLENS_K = "seqlens_k"
-TOTAL_LENGTH = "total_sequence_length"
 HEAD_STEP = 8  # GroupQueryAttention refuses other head sizes when it runs
-
-
-def bias_name(window: int | None) -> str:
-    """Trace-time input that carries the additive mask of the layers with this window; a pass derives it later."""
-    return "attention_bias" if window is None else f"attention_bias_window_{window}"
 
 
 def gqa_attention(trace: Trace) -> Callable[..., tuple[Tensor, None]]:

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/venv.sh
 
-use_venv test torch onnxruntime transformers ruff mypy pytest
+use_venv test torch onnxruntime transformers tensorrt_rtx ruff mypy pytest
 python -c 'from speccompile.tools.zoo.fetch import fetch; print("model:", fetch("smollm2-135m-instruct"))'
 
 echo "== ruff"

@@ -93,8 +93,7 @@ def machine() -> Facts:
 
 
 def _gpu() -> Facts:
-    from cuda.bindings import runtime
-
+    runtime = importlib.import_module("cuda.bindings.runtime")
     status, count = runtime.cudaGetDeviceCount()
     if int(status):
         raise RuntimeError(f"cudaGetDeviceCount: {status.name}")
@@ -126,7 +125,7 @@ def build_bundle(model: str | None, method: str, out: str, precision: str) -> Fa
         method=method,
         dialect="scatter",
         precision=precision,
-        max_length=MAX_LENGTH,
+        max_length=MAX_LENGTH if model is None else None,
         force=(path / "manifest.json").exists(),
         report=print,
         **{name: find(MODEL) for name, find in parts.items()},  # type: ignore[arg-type]
@@ -297,7 +296,7 @@ class Lines:
         return self.started + self.budget - time.monotonic()
 
     def run(
-        self, name: str, runtime: str, bundle: str, step: Step, limit: float | None = None, **given: Any
+        self, name: str, runtime: str, bundle: str, step: Step, /, limit: float | None = None, **given: Any
     ) -> Facts | None:
         """What `step` returns for the arguments `given`, or None when it did not get that far.
 
@@ -328,8 +327,9 @@ def _in_a_process(step: Step, given: Facts, limit: float) -> tuple[str, str, Fac
         process = context.Process(target=_child, args=(step, given, theirs, str(log)))
         process.start()
         theirs.close()
+        ended = False
         try:
-            if not ours.poll(limit):
+            if not (ended := ours.poll(limit)):
                 return "timed out", f"it took longer than {limit:.0f} s{_last_words(log)}", {}
             outcome, found = ours.recv()
             return (outcome, "", found) if outcome == "ok" else (outcome, found, {})
@@ -337,7 +337,7 @@ def _in_a_process(step: Step, given: Facts, limit: float) -> tuple[str, str, Fac
             process.join()
             return "crashed", f"its process ended with status {process.exitcode}{_last_words(log)}", {}
         finally:
-            _end(process)
+            _end(process, patience=5 if ended else 0)
             ours.close()
 
 
@@ -356,13 +356,13 @@ def _child(step: Step, given: Facts, results: Any, log: str) -> None:
             results.send(("failed", f"{type(error).__name__}: {_first_line(error)}"))
 
 
-def _end(process: Any) -> None:
-    """Ask it to stop, then make it."""
-    for stop, patience in ((lambda: None, 5), (process.terminate, 5), (process.kill, None)):
-        stop()
-        process.join(patience)
-        if process.exitcode is not None:
-            return
+def _end(process: Any, patience: float) -> None:
+    """Wait for it so many seconds, then ask it to stop, then make it."""
+    process.join(patience)
+    for stop in (process.terminate, process.kill):
+        if process.exitcode is None:
+            stop()
+            process.join(5)
 
 
 def _last_words(log: Path) -> str:
@@ -424,7 +424,12 @@ def check(lines: Lines, bundles: dict[str, Path], model: Path | None, work: Path
     for name in bundles or methods:
         path = bundles.get(name, work / f"{name}-{precision}.bundle")
         if name not in bundles:
-            given = {"model": model and str(model.absolute()), "method": name, "out": str(path), "precision": precision}
+            given: Facts = {
+                "model": model and str(model.absolute()),
+                "method": name,
+                "out": str(path),
+                "precision": precision,
+            }
             if lines.run("build", "", name, build_bundle, **given) is None:
                 continue
         prompts = prompts or lines.run("prompts", "", name, read_prompts, bundle=str(path))
@@ -444,7 +449,7 @@ def try_out(
     lines: Lines, runtime: Runtime, name: str, bundle: Path, prompts: list[list[int]], with_costs: bool
 ) -> None:
     """The lines of one runtime on one bundle."""
-    given = {"bundle": str(bundle), "backend": runtime.backend, "provider": runtime.provider}
+    given: Facts = {"bundle": str(bundle), "backend": runtime.backend, "provider": runtime.provider}
     has_engines = runtime.backend != "onnxruntime"
     if has_engines:
         made = lines.run(
@@ -582,7 +587,7 @@ def main(out: Path, model: Path | None, bundles: tuple[Path, ...], precision: st
     work.mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
         lines = Lines(budget, status.update)
-        facts = check(lines, {path.name: path for path in bundles}, model, work, precision)
+        facts = check(lines, {path.name.removesuffix(".bundle"): path for path in bundles}, model, work, precision)
     show(lines, facts, console)
     code = status_of(lines, facts)
     found = {"machine": facts, "status": code, "seconds": time.monotonic() - lines.started}

@@ -6,9 +6,16 @@ import numpy as np
 import onnx_ir as ir
 
 from speccompile.graphs import contract
-from speccompile.graphs.gqa import SEQLENS_K, TOTAL_LENGTH, bias_name
 from speccompile.graphs.passes.matching import number
 from speccompile.graphs.passes.rotary_into_gqa import POSITIONS
+
+SEQLENS_K = "seqlens_k"
+TOTAL_LENGTH = "total_sequence_length"
+
+
+def bias_name(window: int | None) -> str:
+    """Trace-time input that carries the additive mask of the layers with this window."""
+    return "attention_bias" if window is None else f"attention_bias_window_{window}"
 
 
 class DeriveGqaInputs(ir.passes.InPlacePass):

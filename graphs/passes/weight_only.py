@@ -88,7 +88,10 @@ class WeightOnly(ir.passes.InPlacePass):
             key = id(product.table), kind
             if key not in made:
                 made[key] = self._dequantised(model.graph, product, kind)
+            turn = product.node.inputs[1].producer() if product.turned else None  # type: ignore[union-attr]
             product.node.replace_input_with(1, made[key])
+            if turn is not None and not turn.outputs[0].uses():
+                model.graph.remove(turn, safe=True)
         return ir.passes.PassResult(model, bool(made))
 
     def _dequantised(self, graph: ir.Graph, product: Product, kind: str) -> ir.Value:

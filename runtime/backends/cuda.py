@@ -79,7 +79,7 @@ class Cuda:
         pages = (ctypes.c_uint8 * size).from_address(address)
         weakref.finalize(pages, self._runtime.cudaFreeHost, address).atexit = False
         ctypes.memset(address, 0, size)
-        return np.frombuffer(pages, np.uint8)  # holds on to `pages`, as its views do
+        return np.ctypeslib.as_array(pages)  # holds on to `pages`, as its views do
 
     # ---- work on the stream ----
 

@@ -111,6 +111,9 @@ def _open(path: Path, threads: int | None, provider: str, spin: bool) -> ort.Inf
     options.log_severity_level = 3
     if saturates():
         options.add_session_config_entry("session.x64quantprecision", "1")
+    # ONNX Runtime would make DequantizeLinear and MatMul one product that rounds its activations to bytes, which nobody
+    # asked for: the same graph in TensorRT does not, and rows of other calls would tip other integers.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     if _pool_is_shared:
         options.use_per_session_threads = False
     else:
@@ -266,7 +269,7 @@ class OrtCache:
         # An anonymous map of plain pages: only rows that are written take memory. numpy asks for huge pages, of which
         # the few rows of a short text would touch nearly all.
         pages = mmap.mmap(-1, math.prod(shape) * np.dtype(self.target.kv_dtype).itemsize)
-        self.buffer = np.frombuffer(pages, self.target.kv_dtype).reshape(shape)
+        self.buffer: Array = np.frombuffer(pages, self.target.kv_dtype).reshape(shape)
 
     def run(
         self,

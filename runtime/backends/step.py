@@ -135,9 +135,11 @@ class Heads(Protocol):
 
 
 class Graphs(Protocol):
-    """The graphs of one bundle, as one backend runs them. `capacity` is C where it is fixed, else None."""
+    """The graphs of one bundle, as one backend runs them."""
 
-    capacity: int | None
+    @property
+    def capacity(self) -> int | None:
+        """C where it is fixed."""
 
     def target(self, name: str = "target") -> Target:
         """The target, or the draft model or EAGLE head of that name."""

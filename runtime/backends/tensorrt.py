@@ -184,6 +184,9 @@ class TrtTarget:
         BundleError: when the engine cannot be opened, or does not speak the graph contract.
     """
 
+    max_tokens: int | None
+    max_masked: int | None
+
     def __init__(self, module: Any, cuda: Cuda, path: Path, info: EngineInfo, engines: EngineSet) -> None:
         inputs = {tensor.name: tensor for tensor in info.inputs}
         outputs = {tensor.name: tensor for tensor in info.outputs}
@@ -205,10 +208,9 @@ class TrtTarget:
         self.width = outputs[contract.HIDDEN].shape[-1] if contract.HIDDEN in outputs else None
         self.features = inputs[contract.FEATURES].shape[-1] if contract.FEATURES in inputs else None
         self.top_k = outputs[contract.TOPK_IDS].shape[-1] if contract.TOPK_IDS in outputs else 0
-        self.max_tokens: int | None = inputs[contract.INPUT_IDS].largest[1]
-        self.max_masked: int | None = inputs[contract.TREE_MASK].largest[2]
-        self.max_rows = inputs[contract.LOGIT_ROWS].largest[0]
-        self.max_batch = first.largest[0]
+        largest = inputs[contract.TREE_MASK].largest
+        self.max_batch, self.max_tokens, self.max_masked = largest
+        self.largest = (largest[1], largest[2], inputs[contract.LOGIT_ROWS].largest[0])
         self.engine = Engine(module, cuda, path, info)
 
     def open(self, capacity: int, batch: int = 1) -> TrtCache:
@@ -277,7 +279,7 @@ class TrtCache:
     def _open_calls(self) -> _Calls:
         target, addresses = self.target, self.keys_values.addresses
         past, present = contract.past_names(target.layers), contract.present_names(target.layers)
-        largest = call_shapes(target, self.batch, target.max_tokens, target.max_masked, target.max_rows)
+        largest = call_shapes(target, self.batch, *target.largest)
         bound = dict(zip([*past, *present], [*addresses, *addresses], strict=True))
         return _Calls(target.engine, largest, bound, dict.fromkeys(past, self._shape))
 

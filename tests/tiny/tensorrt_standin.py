@@ -23,6 +23,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -545,19 +546,28 @@ def make_engines(
         outputs = [TensorInfo(value.name, *_tensor(value, capacity)) for value in session.get_outputs()]
         pasts = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         aliases = {past: past.replace("past_key_values", "present") for past in pasts}
-        described = {
-            "onnx": str(bundle_path / graph.file),
-            "capacity": capacity,
-            "profile": {tensor.name: (tensor.smallest, tensor.largest) for tensor in inputs},
-            "aliases": aliases,
-        }
-        file = folder / f"{name}.engine"
-        file.write_text(json.dumps(described))
-        info = file_info(file)
         made_from = bundle.manifest.files[graph.file].sha256
-        engines[name] = EngineInfo(file.name, info.bytes, info.sha256, made_from, inputs, outputs, aliases)
-    everything = EngineSet(ENGINES_SCHEMA, runtime, version, target, capacity, batch, max_tokens, engines)
-    (folder / SIDECAR_FILE).write_text(json.dumps(everything.to_json()))
+        engines[name] = EngineInfo(f"{name}.engine", 0, "", made_from, inputs, outputs, aliases)
+    return write_engines(
+        bundle, folder, EngineSet(ENGINES_SCHEMA, runtime, version, target, capacity, batch, max_tokens, engines)
+    )
+
+
+def write_engines(bundle: Bundle, folder: Path, described: EngineSet) -> Path:
+    """Engines for the stand-in as a sidecar describes them, and the sidecar, which gets their hashes."""
+    engines = {}
+    for name, engine in described.engines.items():
+        file = folder / engine.file
+        content = {
+            "onnx": str(bundle.path / bundle.manifest.graphs[name].file),
+            "capacity": described.capacity,
+            "profile": {tensor.name: (tensor.smallest, tensor.largest) for tensor in engine.inputs},
+            "aliases": engine.aliases,
+        }
+        file.write_text(json.dumps(content))
+        info = file_info(file)
+        engines[name] = replace(engine, bytes=info.bytes, sha256=info.sha256)
+    (folder / SIDECAR_FILE).write_text(json.dumps(replace(described, engines=engines).to_json()))
     return folder
 
 

@@ -70,6 +70,7 @@ class Model:
         scale: float = 1.5,
     ) -> None:
         self.seed, self.size, self.of, self.copies, self.scale = seed, size, of, copies, scale
+        self.max_tokens = self.max_masked = None
         self.vocabulary = None if vocabulary is None else np.array(vocabulary, np.int64)
         self.ids = np.arange(size) if self.vocabulary is None else self.vocabulary
         self.vocab_size = len(self.ids)

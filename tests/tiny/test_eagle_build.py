@@ -30,10 +30,10 @@ from speccompile.compiler.prove import BRANCHING, eager_draft, eager_features, p
 from speccompile.graphs.draft_model import DraftTail
 from speccompile.graphs.eagle import EagleForm, EagleModel, Fusion
 from speccompile.graphs.errors import BundleError, CheckpointError, ProofError, SpecCompileError, TraceError
+from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.manifest import GraphInfo
 from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.settings import LookupSettings
-from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.target import Tail, TargetTail, decoder_layers, survey, tapping
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder, load

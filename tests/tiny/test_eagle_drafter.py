@@ -30,10 +30,10 @@ from scipy.stats import chisquare
 from speccompile.graphs.draft_model import DraftTail
 from speccompile.graphs.eagle import EagleForm, EagleModel
 from speccompile.graphs.errors import BundleError
+from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.manifest import EagleInfo
 from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.settings import LookupSettings
-from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.target import survey
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree
 from speccompile.runtime import Decoder

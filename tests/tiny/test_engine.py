@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -154,6 +156,9 @@ def test_what_the_pass_writes_is_accepted_and_built(
     model = layer(attributes=attributes, dtype=dtype)
     made = parsed(model, tmp_path)
     made.check(model.graph)
+    ((_, attention),) = attentions(trt, made.network)
+    assert attention.mask.name == "mask" and list(attention.key_value_lengths.shape) == [-1]
+    assert attention.decomposable == (dtype == ir.DataType.FLOAT)
     build_it(made, tmp_path)
     assert (tmp_path / "made.engine").stat().st_size > 1000
 
@@ -248,7 +253,6 @@ def test_a_cache_output_through_identity(tmp_path: Path) -> None:
     made = parsed(model, tmp_path)
     with pytest.raises(EngineError, match="target: building it for sm89, TensorRT said: "):
         build_it(made, tmp_path)
-    assert not (tmp_path / "made.engine").exists()
 
 
 def test_attention_in_float32_without_leave_to_take_it_apart(tmp_path: Path) -> None:
@@ -354,10 +358,14 @@ def test_engines_of_a_bundle(bundle: Path) -> None:
     Bundle.open(bundle)  # engines are no files of the manifest
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_engines_of_other_architectures(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", torch.float32), ("gemma2", torch.float16), ("qwen3", torch.bfloat16)],
+    ids=["llama", "gemma2", "qwen3"],
+)
+def test_engines_of_other_architectures(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """gemma2 has soft caps, and windows in every other layer; qwen3 norms its queries."""
-    model = cast_model(tiny_model(name), torch.float16)
+    model = cast_model(tiny_model(name), dtype)
     graph = trace_scatter(model, survey(model, 64), TargetTail(False))
     finish_scatter(graph)
     write_graph(graph, tmp_path, "target")
@@ -366,9 +374,11 @@ def test_engines_of_other_architectures(name: str, tmp_path: Path) -> None:
     made.check(prepared.graph)
     layers = list(attentions(trt, made.network))
     assert len(layers) == (0 if name == "gemma2" else 3)
+    kind = {torch.float32: trt.float32, torch.float16: trt.float16, torch.bfloat16: trt.bfloat16}[dtype]
     for _, attention in layers:
-        assert attention.causal_kind == trt.CausalMaskKind.NONE and not attention.decomposable
-        assert attention.mask.dtype == trt.float16 and list(attention.mask.shape) == [-1, 1, -1, SLOTS]
+        assert attention.causal_kind == trt.CausalMaskKind.NONE
+        assert attention.decomposable == (dtype == torch.float32)
+        assert attention.mask.dtype == kind and list(attention.mask.shape) == [-1, 1, -1, SLOTS]
         assert attention.key_value_lengths.dtype == trt.int32 and list(attention.key_value_lengths.shape) == [-1]
     weights = (tmp_path / "target.onnx.data").stat().st_size
     for target in TARGETS:
@@ -506,6 +516,25 @@ def test_a_failure_leaves_nothing(bundle: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EngineError, match="refused"):
         build_engines(trt, bundle, targets=["sm86", "sm89"], max_length=64)
     assert not (bundle / "engines").exists() or not list((bundle / "engines").iterdir())
+
+
+def test_a_full_disk_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callback of TensorRT raises would be lost, or end the process."""
+    opening = Path.open
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_full(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        return (
+            Full(path, "w") if path.suffix == ".engine" and mode == "wb" else opening(path, mode, *arguments, **options)
+        )
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(BundleError, match="the disk is full; nothing was published"):
+        build_engines(trt, bundle, targets=["sm89"], max_length=64)
+    assert not list((bundle / "engines").iterdir())
 
 
 def test_an_interrupt_ends_the_build_and_leaves_nothing(bundle: Path) -> None:

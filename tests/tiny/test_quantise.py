@@ -26,9 +26,9 @@ from speccompile.compiler.quantise import (
 )
 from speccompile.compiler.write_graph import write_graph
 from speccompile.graphs.errors import TraceError
+from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.passes import FoldWeights, PackTables, clean, finish_gqa_target, smoothable
 from speccompile.graphs.rounding import Rounded, in_blocks
-from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.target import TargetTail, survey
 from speccompile.runtime.backends.ort import OrtTarget
 from tests.tiny.models import tiny_model

@@ -4,7 +4,9 @@ ONNX Runtime's, and what is bound, copied, launched, recorded and refused is cou
 from __future__ import annotations
 
 import gc
+import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +20,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from speccompile.compiler import build as building
 from speccompile.compiler.build import build
 from speccompile.compiler.checkpoint import read_model
 from speccompile.compiler.eagle_head import make_head, write_eagle
+from speccompile.compiler.engine import build_engines
 from speccompile.graphs import contract
 from speccompile.graphs.eagle import EagleForm, EagleModel
-from speccompile.graphs.engines import REMEDY
+from speccompile.graphs.engines import REMEDY, read_engines
 from speccompile.graphs.errors import BundleError, GenerationError
+from speccompile.graphs.manifest import file_info
 from speccompile.graphs.tree import DynamicTree, TokenTree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.backends import ort as ort_backend
@@ -40,19 +45,27 @@ from tests.tiny.tensorrt_standin import (
     NAN_BYTE,
     TARGET,
     VERSION,
+    Attribute,
+    CaptureMode,
+    ContextStandin,
     CudaStandin,
+    EngineStandin,
     Kind,
+    RuntimeConfigStandin,
+    RuntimeStandin,
     Status,
     TrtStandin,
     install,
     make_engines,
+    write_engines,
 )
 from tests.tiny.test_cache import random_tree
+from tests.tiny.test_eagle_build import copied_target
 from tests.tiny.test_methods import answer, changed
 
 CAPACITY, MAX_TOKENS, MAX_MASKED = 96, 16, 48
 METHODS = ("medusa", "draft", "eagle", "medusa-fp16")
-PROMPTS = ("the fox and the crow", "Why is the sky blue?")
+PROMPTS: tuple[Any, ...] = ("the fox and the crow", [{"role": "user", "content": "Why is the sky blue?"}])
 
 
 # ---- bundles ----
@@ -115,7 +128,10 @@ def bundles(
     def bundle(name: str) -> Path:
         if name not in made:
             path = folder / f"{name}.bundle"
-            build(tiny_checkpoint, path, dialect="scatter", **options[name])
+            with pytest.MonkeyPatch.context() as patch:
+                if name in ("draft", "eagle"):  # their target is the one that is there already
+                    patch.setattr(building, "write_target", copied_target(bundle("medusa")))
+                build(tiny_checkpoint, path, dialect="scatter", **options[name])
             for runtime in ("tensorrt", "tensorrt_rtx"):
                 make_engines(path, runtime, capacity=CAPACITY, max_tokens=MAX_TOKENS, max_masked=MAX_MASKED)
             made[name] = path
@@ -174,7 +190,7 @@ def test_answers_are_those_of_onnxruntime(
     ours = endless(bundles(method), backend=runtime)
     theirs = endless(bundles(method), threads=1, capacity=CAPACITY)
     assert ours.capacity == CAPACITY and not ours.in_order and not theirs.in_order
-    assert ours.target.max_tokens == MAX_TOKENS < min(len(ours.encode(prompt)) for prompt in PROMPTS[:1])
+    assert ours.target.max_tokens == MAX_TOKENS < len(ours.encode(PROMPTS[1])) < CAPACITY
     accepted = 0
     for prompt in PROMPTS:
         for options in ({}, {"speculate": False}, {"temperature": 0.9, "top_k": 20, "seed": 3}):
@@ -253,6 +269,7 @@ def test_past_and_present_of_a_layer_are_one_place_in_one_block(cache: TrtCache,
 def test_a_greedy_round_moves_no_logits(cache: TrtCache, trt: TrtStandin) -> None:
     """Five inputs go in with one copy, one copy brings `next_ids` back, and nothing else is moved."""
     cuda = trt.cuda
+    step(cache, 3)  # makes the blocks that all calls share
     for count in (7, 7, 7, 7, 5):
         cuda.reset_counts()
         runs = sum(context.runs for context in trt.contexts)
@@ -278,14 +295,34 @@ def test_a_greedy_round_moves_no_logits(cache: TrtCache, trt: TrtStandin) -> Non
     assert asked.hidden is not None and asked.hidden.shape == (1, 5, 64)
 
 
-def test_whole_greedy_answers_move_no_logits(bundles: Callable[[str], Path], trt: TrtStandin) -> None:
-    decoder = endless(bundles("draft"), backend="tensorrt")
-    trt.cuda.reset_counts()
-    result = answer(decoder, PROMPTS[0], max_new_tokens=40)
-    assert result.stats.accepted > 10
-    rows = result.stats.drafted + result.stats.rounds + result.stats.draft_calls * 8 + 200
-    assert trt.cuda.copied[Kind.cudaMemcpyDeviceToHost] < rows * 200 < result.stats.rounds * VOCAB * 4 * 4
-    assert not any(size == VOCAB * 4 for size in trt.cuda.copied.values())
+@pytest.mark.parametrize(
+    ("method", "options", "wanted"),
+    [
+        ("draft", {}, set()),
+        ("medusa", {}, {"hidden"}),  # the heads' input
+        ("eagle", {}, {"hidden"}),
+        ("draft", {"temperature": 1.0, "seed": 0}, {"logits"}),
+        ("medusa", {"temperature": 1.0, "seed": 0}, {"logits", "hidden"}),
+    ],
+)
+def test_what_whole_answers_ask_for(
+    method: str,
+    options: dict[str, Any],
+    wanted: set[str],
+    bundles: Callable[[str], Path],
+    trt: TrtStandin,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, fetch = set[str](), backend._Calls._fetch
+
+    def spy(self: Any, call: Any, name: str, number: int) -> Array:
+        asked.add(name)
+        return fetch(self, call, name, number)
+
+    monkeypatch.setattr(backend._Calls, "_fetch", spy)
+    result = answer(endless(bundles(method), backend="tensorrt"), PROMPTS[0], max_new_tokens=40, **options)
+    assert result.stats.drafted > 20
+    assert asked == wanted
 
 
 def test_what_lies_on_the_gpu_must_be_asked_for_in_time(cache: TrtCache) -> None:
@@ -479,7 +516,7 @@ def test_memory_is_given_back(bundles: Callable[[str], Path], trt: TrtStandin) -
     for _ in range(3):
         cache = open_cache(decoder)
         for _ in range(4):
-            _ = step(cache, 4).logits
+            assert step(cache, 4).logits.any()
         del cache
         trt.contexts.clear()
     gc.collect()
@@ -530,8 +567,8 @@ def test_calls_beyond_what_was_built_are_refused_by_name(cache: TrtCache, trt: T
     with pytest.raises(GenerationError) as caught:
         cache.target.open(CAPACITY, batch=2)
     assert str(caught.value) == (
-        f"{cache.target.engine.path}: a batch of 2 is more than the 1 that this engine was built for; build the engines "
-        "with a larger --batch."
+        f"{cache.target.engine.path}: a batch of 2 is more than the 1 that this engine was built for; build the "
+        "engines with a larger --batch."
     )
     assert [context.runs for context in trt.contexts] == [1]
 
@@ -663,7 +700,7 @@ def test_engines_that_were_altered(copied: Path, trt: TrtStandin) -> None:
         f"{file}: {size} bytes but engines.json says {listed}; the file is truncated or altered, {REMEDY}"
     )
     file.write_text(whole.replace("{", "[", 1))
-    found = Bundle.open(copied).manifest and __import__("hashlib").sha256(file.read_bytes()).hexdigest()
+    found = file_info(file).sha256
     wanted = json.loads((file.parent / "engines.json").read_text())["engines"]["target"]["sha256"]
     assert refused(copied, trt) == (
         f"{file}: sha256 is {found[:12]}... but engines.json says {wanted[:12]}...; the file was altered, {REMEDY}"
@@ -808,3 +845,95 @@ def test_the_runtime_needs_no_onnxruntime_for_engines() -> None:
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "['ctypes']"
+
+
+# ---- the stand-ins, held against the real modules ----
+
+
+def test_cuda_python_has_what_the_stand_in_has() -> None:
+    """Names, values of enums, and the order of arguments, as far as cuda-python's docstrings give it."""
+    real = pytest.importorskip("cuda.bindings.runtime")
+    for enum, name in (
+        (Status, "cudaError_t"),
+        (Kind, "cudaMemcpyKind"),
+        (Attribute, "cudaDeviceAttr"),
+        (CaptureMode, "cudaStreamCaptureMode"),
+    ):
+        assert {member.name: int(getattr(getattr(real, name), member.name)) for member in enum} == {
+            member.name: member.value for member in enum
+        }
+    assert real.cudaError_t.cudaErrorNoDevice.name == "cudaErrorNoDevice"  # what errors show
+    assert (real.cudaStreamNonBlocking, real.cudaHostAllocDefault) == (1, 0)
+    functions = [name for name, value in vars(CudaStandin).items() if name.startswith("cuda") and callable(value)]
+    functions = [name for name in functions if not isinstance(getattr(CudaStandin, name), type)]
+    assert len(functions) == 18
+    for name in functions:
+        given = re.match(rf"{name}\((.*?)\)", getattr(real, name).__doc__)
+        assert given is not None, name
+        theirs = [part for part in given[1].split(", ") if part]
+        ours = list(inspect.signature(getattr(CudaStandin, name)).parameters)[1:]
+        assert len(ours) == len(theirs), (name, theirs)
+    status, *_ = real.cudaGetDeviceCount()  # with a driver or without one
+    assert int(status) in (0, 35, 100)
+
+
+def test_tensorrt_rtx_has_what_the_stand_in_has() -> None:
+    real = pytest.importorskip("tensorrt_rtx")
+    standin = TrtStandin(CudaStandin(), "tensorrt_rtx")
+    for name in ("TensorIOMode", "TensorLocation", "ExecutionContextAllocationStrategy", "CudaGraphStrategy"):
+        assert set(getattr(standin, name).__members__) == set(getattr(real, name).__members__)
+    assert set(standin.DataType.__members__) <= set(real.DataType.__members__)
+    for ours, theirs in (
+        (RuntimeStandin, real.Runtime),
+        (EngineStandin, real.ICudaEngine),
+        (ContextStandin, real.IExecutionContext),
+        (RuntimeConfigStandin, real.IRuntimeConfig),
+    ):
+        methods = [name for name in vars(ours) if not name.startswith("_") and callable(getattr(ours, name))]
+        assert methods
+        for name in methods:
+            documented = getattr(theirs, name).__doc__
+            for parameter in list(inspect.signature(getattr(ours, name)).parameters)[1:]:
+                assert parameter in documented or parameter == "how", (name, parameter, documented)
+    for name in ("num_io_tensors", "device_memory_size_v2"):
+        assert hasattr(real.ICudaEngine, name)
+    assert hasattr(real.IRuntimeConfig, "cuda_graph_strategy")
+    assert "256-byte aligned" in real.IExecutionContext.set_device_memory.__doc__
+    assert "None if it could not be deserialized" in real.Runtime.deserialize_cuda_engine.__doc__
+    assert "non-default stream" in real.IExecutionContext.execute_async_v3.__doc__
+
+
+@pytest.mark.parametrize("method", ["draft", "eagle", "medusa-fp16"])
+def test_what_the_real_builder_describes_is_what_the_backend_takes(
+    method: str, bundles: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines built by TensorRT-RTX, their sidecar as it was written, and the stand-in in place of what needs a GPU."""
+    real = pytest.importorskip("tensorrt_rtx")
+    path = tmp_path / "b"
+    shutil.copytree(bundles(method), path, ignore=shutil.ignore_patterns("engines"))
+    (built,) = build_engines(real, path, targets=[TARGET], max_length=CAPACITY, max_tree=MAX_TOKENS)
+    folder = path / "engines" / f"tensorrt_rtx-{real.__version__}-{TARGET}"
+    write_engines(Bundle.open(path), folder, built)
+    install(monkeypatch, TrtStandin(CudaStandin(), "tensorrt_rtx", real.__version__))
+    ours, theirs = endless(path, backend="tensorrt_rtx"), endless(path, threads=1, capacity=CAPACITY)
+    assert (ours.capacity, ours.target.max_tokens, ours.target.max_masked) == (CAPACITY, MAX_TOKENS, MAX_TOKENS)
+    for prompt in PROMPTS:
+        first, second = (answer(decoder, prompt, max_new_tokens=30) for decoder in (ours, theirs))
+        assert first.token_ids == second.token_ids
+        assert first.stats.drafted == second.stats.drafted > 20
+
+
+def test_the_real_library_refuses_with_its_own_words(bundles: Callable[[str], Path], tmp_path: Path) -> None:
+    """TensorRT-RTX can be asked to open an engine where there is no GPU: its logger, and a file that is mapped."""
+    real = pytest.importorskip("tensorrt_rtx")
+    bundle = bundles("medusa")
+    folder = bundle / "engines" / f"tensorrt_rtx-{VERSION}-{TARGET}"
+    info = read_engines(folder).engines["medusa"]
+    file = tmp_path / "medusa.engine"
+    file.write_bytes(b"no engine at all" * 100)
+    with pytest.raises(BundleError) as caught:
+        backend.Engine(real, Cuda(CudaStandin()), file, info)
+    said = str(caught.value)
+    assert said.startswith(f"{file}: tensorrt_rtx cannot open this engine (")
+    assert said.endswith(f"); {REMEDY}")
+    assert "it says nothing of why" not in said and "\n" not in said

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from speccompile.graphs.costs import Costs
 from speccompile.graphs.draft_model import DraftTail
 from speccompile.graphs.errors import BundleError, SpecCompileError
+from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.manifest import DraftInfo, Manifest, file_info
 from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.settings import LookaheadSettings, LookupSettings
-from speccompile.graphs.gqa import trace_gqa
 from speccompile.graphs.target import survey
 from speccompile.graphs.tree import AdaptiveChain, DraftTree, DynamicTree, TokenTree, tree_from_json
 from speccompile.runtime import Decoder, load

@@ -15,7 +15,7 @@ from speccompile.graphs.costs import Costs
 from speccompile.graphs.errors import SpecCompileError, TreeError
 from speccompile.graphs.tree import ROOT_ALONE, TokenTree, read_tree
 from speccompile.runtime import Decoder
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.decoder import Request, SequenceState
 from speccompile.runtime.drafters.draft import Draft, Drafter
 from speccompile.runtime.drafters.plain import PlainDrafter

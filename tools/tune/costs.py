@@ -16,7 +16,8 @@ import numpy as np
 
 from speccompile.graphs.costs import Costs
 from speccompile.runtime import Decoder
-from speccompile.runtime.backends.ort import OrtCache, OrtTarget
+from speccompile.runtime.backends.ort import OrtCache
+from speccompile.runtime.backends.step import Target
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PASTS = (200, 1000)
@@ -173,10 +174,11 @@ def _drafting(decoder: Decoder, past: int, widest: int, rng: np.random.Generator
     ]
 
 
-def _filled(model: OrtTarget, past: int, room: int, rng: np.random.Generator) -> OrtCache:
+def _filled(model: Target, past: int, room: int, rng: np.random.Generator) -> OrtCache:
     """A cache that holds `past` tokens of noise: pages never written would all be the same one, which costs nothing to
     read."""
     cache = model.open(past + room)
+    assert isinstance(cache, OrtCache)
     kv_heads, head_dim = cache.buffer.shape[2], cache.buffer.shape[4]
     cache.buffer[...] = rng.standard_normal((1, 1, kv_heads, cache.buffer.shape[3], head_dim), np.float32)
     cache.length = past

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from speccompile.graphs.tree import DynamicTree
 from speccompile.runtime import Decoder
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.decoder import PREFILL_CHUNK
 from speccompile.runtime.drafters.draft_model import DraftModelDrafter
 from speccompile.runtime.drafters.eagle import EagleDrafter

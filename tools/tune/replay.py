@@ -15,7 +15,7 @@ import numpy as np
 from speccompile.graphs.tree import ROOT_ALONE, AdaptiveChain, DynamicTree, TokenTree
 from speccompile.runtime import Decoder
 from speccompile.runtime.acceptance import walk
-from speccompile.runtime.backends.ort import StepOutput
+from speccompile.runtime.backends.step import StepOutput
 from speccompile.runtime.decoder import PREFILL_CHUNK
 from speccompile.runtime.drafters.candidates import token_tree
 from speccompile.runtime.drafters.combined import CombinedDrafter

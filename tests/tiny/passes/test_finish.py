@@ -11,8 +11,8 @@ import torch
 
 from speccompile.graphs import contract
 from speccompile.graphs.errors import TraceError
-from speccompile.graphs.passes import FoldWeights, clean, finish_gqa_target
 from speccompile.graphs.gqa import trace_gqa
+from speccompile.graphs.passes import FoldWeights, clean, finish_gqa_target
 from speccompile.graphs.target import TargetTail, survey
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtTarget

@@ -282,7 +282,8 @@ def test_a_table_that_is_read_twice_is_stored_once() -> None:
 
 
 def test_products_that_are_not_accepted_stay() -> None:
-    model = model_with(normal(INNER, INNER), body="a = MatMul(x, W)\n y = MatMul(a, U)", U=normal(INNER, INNER))
+    body = "t = Transpose<perm = [1, 0]>(W)\n a = MatMul(x, t)\n y = MatMul(a, U)"
+    model = model_with(normal(INNER, INNER), body=body, U=normal(INNER, INNER))
     first = next(node for node in model.graph if node.op_type == "MatMul")
     assert WeightOnly("int8", accepts=lambda node: node is first)(model).modified
     assert WeightOnly("int4")(model).modified  # the rest
