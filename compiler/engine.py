@@ -162,7 +162,7 @@ def _build_graph(
 ) -> dict[str, Built]:
     """Parse a graph once and build it for every target, into the target's folder."""
     report(f"parsing the {name}")
-    path, graph = bundle.graph(name)
+    path, _ = bundle.graph(name)
     model = prepare(path, limits.capacity)
     parsed = Parsed.of(trt, log, name, model, path.parent)
     parsed.check(model.graph)
@@ -172,12 +172,12 @@ def _build_graph(
         began = time.perf_counter()
         file = folder / f"{name}.engine"
         inputs = parsed.build(limits, target, file, report)
-        written, source = file_info(file), bundle.manifest.files[graph.file]
+        written = file_info(file)
         info = EngineInfo(
             file=file.name,
             bytes=written.bytes,
             sha256=written.sha256,
-            graph_sha256=source.sha256,
+            graph_sha256=bundle.manifest.graph_sha256(name),
             inputs=inputs,
             outputs=parsed.outputs(),
             aliases=parsed.aliases,

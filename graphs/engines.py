@@ -9,9 +9,9 @@ An engine cannot be opened without a GPU of its target, so all that must be know
                         "engines": {"target": {file, bytes, sha256, graph_sha256, inputs, outputs, aliases}, ...},
                         "measured": {...}}
 
-`graph_sha256` is manifest.files[graph.file].sha256 of the graph the engine was made from, so that engines of another
-build of the bundle are refused. As with the manifest, a reader refuses any other schema number than its own, and
-nothing decides on `measured`.
+`graph_sha256` is of the graph and the weights the engine was made from (`Manifest.graph_sha256`), so that engines of
+another build of the bundle are refused. As with the manifest, a reader refuses any other schema number than its own,
+and nothing decides on `measured`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EngineInfo:
 
     Args:
         file: its name in the folder of the sidecar.
-        graph_sha256: of the ONNX file it was made from.
+        graph_sha256: of the ONNX file it was made from and its weights.
         aliases: cache input -> the output that is the same buffer.
     """
 

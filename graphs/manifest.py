@@ -165,6 +165,12 @@ class Manifest:
         """The draft model or EAGLE head."""
         return self.draft or self.eagle
 
+    def graph_sha256(self, name: str) -> str:
+        """Of a graph and of its weights, which may lie beside the target's."""
+        file, target = self.graphs[name].file, self.graphs["target"].file
+        read = sorted({file, f"{file}.data", f"{target}.data"} & set(self.files))
+        return hashlib.sha256("".join(self.files[part].sha256 for part in read).encode()).hexdigest()
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

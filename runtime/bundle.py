@@ -121,11 +121,11 @@ class Bundle:
         for name, graph in self.manifest.graphs.items():
             if (engine := engines.engines.get(name)) is None:
                 raise BundleError(f"{source}: field 'engines' has no entry '{name}', which this bundle needs; {REMEDY}")
-            made_from = self.manifest.files[graph.file].sha256
+            made_from = self.manifest.graph_sha256(name)
             if engine.graph_sha256 != made_from:
                 raise BundleError(
-                    f"{source}: {name} was made from a graph with sha256 {engine.graph_sha256[:12]}... but "
-                    f"{graph.file} has {made_from[:12]}...; {REMEDY}"
+                    f"{source}: {name} was made from a graph and weights of sha256 {engine.graph_sha256[:12]}... but "
+                    f"{graph.file} and its weights have {made_from[:12]}...; {REMEDY}"
                 )
             file = _inside(self.path, f"{place}/{engine.file}", source)
             _check_file(file, FileInfo(engine.sha256, engine.bytes), check_hashes, SIDECAR_FILE, REMEDY)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +336,19 @@ def test_heads_graph_of_another_width(speccompile: Cli, bundle: Path) -> None:
     ir.save(export_medusa(narrow), bundle / "medusa.onnx", external_data="medusa.onnx.data")
     rehash(bundle, "medusa.onnx", "medusa.onnx.data")
     refused(speccompile, bundle, str(bundle), "64 wide", "takes 48", "rebuild")
+
+
+def test_a_graphs_hash_covers_its_weights_and_the_targets(tiny_bundle: Path) -> None:
+    manifest = Bundle.open(tiny_bundle).manifest
+    before = {name: manifest.graph_sha256(name) for name in ("target", "medusa")}
+    assert before["target"] != before["medusa"]
+
+    def changed(file: str) -> set[str]:
+        files = {**manifest.files, file: replace(manifest.files[file], sha256="0" * 64)}
+        other = replace(manifest, files=files)
+        return {name for name in before if other.graph_sha256(name) != before[name]}
+
+    assert changed("target.onnx") == {"target"}
+    assert changed("target.onnx.data") == {"target", "medusa"}  # heads may read the lm_head there
+    assert changed("medusa.onnx") == changed("medusa.onnx.data") == {"medusa"}
+    assert changed("tokenizer.json") == set()

@@ -678,11 +678,11 @@ def test_a_sidecar_that_does_not_match_its_folder(
 
 
 def test_engines_of_another_build(copied: Path, trt: TrtStandin) -> None:
-    made_from = Bundle.open(copied).manifest.files["target.onnx"].sha256
+    made_from = Bundle.open(copied).manifest.graph_sha256("target")
     source = edit_sidecar(copied, lambda data: data["engines"]["target"].update(graph_sha256="a" * 64))
     assert refused(copied, trt) == (
-        f"{source}: target was made from a graph with sha256 aaaaaaaaaaaa... but target.onnx has {made_from[:12]}...; "
-        f"{REMEDY}"
+        f"{source}: target was made from a graph and weights of sha256 aaaaaaaaaaaa... but target.onnx and its weights "
+        f"have {made_from[:12]}...; {REMEDY}"
     )
     edit_sidecar(copied, lambda data: data["engines"]["target"].update(graph_sha256=made_from))
     edit_sidecar(copied, lambda data: data["engines"].pop("medusa"))
