@@ -34,6 +34,7 @@ from speccompile.graphs.manifest import (
     SCHEMA,
     DraftInfo,
     EagleInfo,
+    FileInfo,
     GraphInfo,
     HeadsInfo,
     Manifest,
@@ -142,7 +143,7 @@ def build(
     lookahead: LookaheadSettings | None = None,
     lookup: LookupSettings | None = None,
     tree: DraftTree | None = None,
-    draft_precision: str = "int8",
+    draft_precision: str | None = None,
     max_length: int | None = None,
     force: bool = False,
     report: Report = lambda _: None,
@@ -164,14 +165,19 @@ def build(
         lookahead: W, N and G of method lookahead.
         lookup: how method prompt-lookup looks up; with another method that drafts, its guesses join those.
         tree: draft tree; default: what comes with heads, draft model or head, else a small one that fits them.
-        draft_precision: of the weights that draft, "fp32" or "int8", in dialect gqa; what is emitted never depends on
-            it.
+        draft_precision: of the weights that draft, "int8" (default) or "fp32", in dialect gqa; what is emitted never
+            depends on it. In dialect scatter they are as wide as what is computed.
         max_length: most tokens of prompt and answer; default: the model's own limit, at most 8192.
         report: called with what is being done.
 
     Raises:
         SpecCompileError: naming what is wrong; nothing is left behind.
     """
+    if dialect == "scatter" and draft_precision is not None:
+        raise SpecCompileError(
+            "--draft-precision: goes with --dialect gqa; in scatter drafts are in fp16, bf16 or fp32."
+        )
+    draft_precision = draft_precision or "int8"
     _check_parts(method, heads, draft, head, norms, lookahead, lookup, tree, draft_precision)
     if dialect not in DIALECTS:
         raise SpecCompileError(f"--dialect: '{dialect}' is unknown; use one of {', '.join(DIALECTS)}.")
@@ -241,6 +247,8 @@ def build(
             proved = folder if plan.provable else _twin_bundle(manifest, plan)
             decoder = load(proved, check_hashes=False, capacity=PROOF_CAPACITY)
             proof = prove(decoder, source, eager_heads, small, eagle, report, plan.exact if plan.provable else None)
+            if not plan.provable:
+                proof["twin"] = {"precision": "fp32"}
         except ProofError as error:
             raise ProofError(f"{error} Nothing was published.") from error
         shutil.rmtree(plan.exact)
@@ -314,7 +322,10 @@ def write_target(source: Source, found: Survey, tail: TargetTail, plan: Plan) ->
     if plan.dialect == "scatter":
         if precision in WEIGHT_ONLY:
             report("writing the exact target")
-            write_graph(graph.clone(), plan.exact, "target")
+            write_graph(graph, plan.exact, "target")
+            graph = ir.load(
+                plan.exact / "target.onnx"
+            )  # its weights stay in the file, and the copy in sixteen bits goes
             texts = _calibration(source, found, plan) if precision == "int4" else []
             quantise_scatter(graph, precision, plan.exact / "target.onnx", texts, report)
     elif precision != "fp32":
@@ -425,11 +436,7 @@ def _fused(
         if not plan.provable:
             plan.report(f"tracing the {name}'s twin in fp32")
             twin, _ = _scattered(model, found, tail, torch.float32, features)
-            if _kinds(graph) != _kinds(twin):
-                kind = type(model).__name__
-                raise TraceError(
-                    f"{kind}: its graph in {plan.precision} has other nodes than in fp32; use fp16 or fp32."
-                )
+            _require_twins(graph, twin, f"{type(model).__name__}: its graph in {plan.precision}")
             write_graph(twin, plan.exact, name, owner=None if name == "target" else "target")
         return graph, traced
     graph = gqa.trace_gqa(model, found, tail, features)
@@ -448,8 +455,31 @@ def _scattered(model: Any, found: Survey, tail: Tail, dtype: torch.dtype, featur
     return graph, traced
 
 
-def _kinds(graph: ir.Model) -> list[str]:
-    return [node.op_type for node in graph.graph if node.op_type != "Cast"]
+def _require_twins(graph: ir.Model, twin: ir.Model, what: str) -> None:
+    """Raises:
+    TraceError: when a graph is not its twin in float32 with every number rounded to its own dtype.
+    """
+
+    def nodes(model: ir.Model) -> list[tuple[str, str]]:
+        kept = (node for node in model.graph if node.op_type != "Cast")
+        return [(node.op_type, str(sorted(map(str, node.attributes.values())))) for node in kept]
+
+    if nodes(graph) != nodes(twin):
+        raise TraceError(f"{what} has other nodes than in fp32; use fp16 or fp32.")
+    whole = twin.graph.initializers
+    for name, value in graph.graph.initializers.items():
+        ours, theirs = value.const_value, whole[name].const_value if name in whole else None
+        if ours is None or theirs is None:
+            raise TraceError(f"{what} has weights '{name}', which it has not in fp32; use fp16 or fp32.")
+        kept = ours.numpy()
+        if kept.dtype.kind == "f" or value.dtype == ir.DataType.BFLOAT16:
+            # The lowest number stands for "not seen", and is each dtype's own.
+            lowest = [float(np.finfo(np.float32).min), float(torch.finfo(torch.bfloat16).min)]
+            rounded = theirs.numpy().astype(kept.dtype)
+            if kept.size == 1 and float(kept.ravel()[0]) in lowest:
+                continue
+            if not np.array_equal(kept, rounded):
+                raise TraceError(f"{what} has other weights '{name}' than in fp32; use fp16 or fp32.")
 
 
 def _twin_bundle(manifest: Manifest, plan: Plan) -> Path:
@@ -458,7 +488,8 @@ def _twin_bundle(manifest: Manifest, plan: Plan) -> Path:
         if file.is_file() and not (plan.exact / file.name).exists():
             shutil.copy(file, plan.exact / file.name)
     graphs = {name: replace(info, precision="fp32") for name, info in manifest.graphs.items()}
-    files = {f.name: file_info(f) for f in plan.exact.iterdir() if f.name != MANIFEST_FILE}
+    # Loaded at once and never again: nobody looks at hashes.
+    files = {f.name: FileInfo("", f.stat().st_size) for f in plan.exact.iterdir() if f.name != MANIFEST_FILE}
     write_manifest(replace(manifest, graphs=graphs, files=files), plan.exact)
     return plan.exact
 

@@ -108,13 +108,15 @@ def commands() -> None:
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "fp16", "bf16", "int8", "int4", "fp8"]),
-    help="Of the target's weights; answers are then exactly those of the rounded target. gqa: fp32 (default), int8, "
-    "int4; scatter: fp16 (default), fp32, bf16, and int8, int4, fp8, which are multiplied in fp16.",
+    help="Of the target's weights; answers are then those of the rounded target (in 16 bits, but for ties). "
+    "gqa: fp32 (default), int8, int4; scatter: fp16 (default), fp32, bf16, and int8, int4, fp8, which are multiplied "
+    "in fp16.",
 )
 @click.option(
     "--calibrate/--no-calibrate",
     default=True,
-    help="int8, int4: round weights with regard to answers that the model writes for it (minutes), or to the nearest.",
+    help="int4, and int8 of gqa: round weights with regard to answers that the model writes for it (minutes), or to "
+    "the nearest.",
 )
 @click.option("--heads", type=PATH, help="medusa: the heads; a model with merged heads needs none.")
 @click.option(
@@ -150,9 +152,7 @@ def commands() -> None:
 @click.option(
     "--draft-precision",
     type=click.Choice(["int8", "fp32"]),
-    default="int8",
-    show_default=True,
-    help="Of the weights that draft; what is emitted never depends on it.",
+    help="gqa: of the weights that draft (default int8); what is emitted never depends on it.",
 )
 @click.option(
     "--engine",
@@ -186,7 +186,7 @@ def build(
     nodes: int | None,
     depth: int | None,
     top_k: int | None,
-    draft_precision: str,
+    draft_precision: str | None,
     engine: str | None,
     targets: tuple[str, ...],
     out: Path | None,
@@ -226,9 +226,13 @@ def build(
         raise click.UsageError("--target goes with --engine.")
     trt = None
     if engine is not None:
+        from speccompile.compiler.engine import check_request
         from speccompile.compiler.engine_command import load_module
 
         trt = load_module(engine)
+        check_request(trt, dialect, precision or "fp16", targets)  # before minutes of work
+    if tree == "auto" and precision == "bf16":
+        raise click.UsageError("--tree auto measures with ONNX Runtime's CPU kernels, which do not compute in bf16.")
     precision = precision or ("fp32" if dialect == "gqa" else "fp16")
     out = out or Path(f"{model.stem if model.suffix == '.gguf' else model.name}-{method}.bundle")
     measure = tree == "auto"

@@ -56,7 +56,7 @@ LEAST_MAX_TOKENS = 64
 USUAL_TOKENS = 8  # kernels are chosen for it; SmolLM2 in fp16: 281 MB, against 500 MB with a profile for T = 1 besides
 REPORT_SECONDS = 0.2
 DRAFTING = ("draft", "eagle")
-LEAST_ARCHITECTURE = {"fp8": 89}  # precision -> sm
+LEAST_ARCHITECTURE = {"fp8": 89, "bf16": 80, "int4": 80}  # precision -> sm
 AXES = {
     contract.INPUT_IDS: "BT",
     contract.POSITION_IDS: "BT",
@@ -102,9 +102,15 @@ def build_engines(
     """
     opened = Bundle.open(bundle)
     manifest = opened.manifest
-    _check_dialect(opened)
+    for name, graph in manifest.graphs.items():
+        if graph.dialect == "gqa":
+            raise EngineError(
+                f"{bundle}: its graph '{name}' is in the dialect 'gqa', which TensorRT cannot read; build the bundle "
+                "with --dialect scatter."
+            )
     chosen = choose_targets(trt, targets)
-    _check_precisions(opened, chosen)
+    for graph in manifest.graphs.values():
+        _check_precision(graph.precision, chosen)
     nodes = max(len(opened.tree), manifest.lookahead.nodes if manifest.lookahead else 0)
     limits = choose_limits(manifest.target.max_length, nodes, max_length, batch, max_tree)
     version = str(trt.__version__)
@@ -186,24 +192,25 @@ def _build_graph(
     return built
 
 
-def _check_dialect(bundle: Bundle) -> None:
-    for name, graph in bundle.manifest.graphs.items():
-        if graph.dialect == "gqa":
+def check_request(trt: ModuleType, dialect: str, precision: str, targets: Sequence[str] | None) -> None:
+    """Refuse what `build_engines` would of a bundle that is not built yet.
+
+    Raises:
+        EngineError: see there.
+    """
+    if dialect == "gqa":
+        raise EngineError("--dialect: TensorRT cannot read gqa; leave the option out, or give scatter.")
+    _check_precision(precision, choose_targets(trt, targets))
+
+
+def _check_precision(precision: str, targets: Sequence[str]) -> None:
+    least = LEAST_ARCHITECTURE.get(precision, 0)
+    for target in targets:
+        if _number(target) < least:
             raise EngineError(
-                f"{bundle.path}: its graph '{name}' is in the dialect 'gqa', which TensorRT cannot read; build the "
-                "bundle with --dialect scatter."
+                f"--target: {target} cannot multiply in {precision}, as a graph of the bundle does; it takes sm{least} "
+                "or newer, or a bundle of another --precision."
             )
-
-
-def _check_precisions(bundle: Bundle, targets: Sequence[str]) -> None:
-    for name, graph in bundle.manifest.graphs.items():
-        least = LEAST_ARCHITECTURE.get(graph.precision, 0)
-        for target in targets:
-            if _number(target) < least:
-                raise EngineError(
-                    f"--target: {target} cannot multiply in {graph.precision}, which the bundle's graph '{name}' does; "
-                    f"it takes sm{least} or newer, or a bundle of another --precision."
-                )
 
 
 # ---- what to build for ----

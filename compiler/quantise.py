@@ -37,6 +37,7 @@ from speccompile.graphs.passes import (
     weight_only,
 )
 from speccompile.graphs.passes.integer_products import LARGEST, channel_scales
+from speccompile.graphs.passes.matching import transposed_weight
 from speccompile.graphs.passes.pack_weights import WORTH_PACKING, products
 from speccompile.graphs.rounding import Rounded, in_blocks
 
@@ -82,7 +83,12 @@ def quantise_target(
         PackWeights(accepts=around_attention)(graph)
         if len(texts):
             tables = [
-                Table(node, str(node.inputs[1].name), lambda node=node: _table(node).T)  # type: ignore[union-attr,misc]
+                Table(
+                    node,
+                    str(node.inputs[1].name),  # type: ignore[union-attr]
+                    int(node.inputs[1].shape[0]),  # type: ignore[union-attr,index,arg-type]
+                    lambda node=node: _table(node).T,  # type: ignore[misc]
+                )
                 for node in products(graph)
             ]
             rounded = gptq(tables, exact, texts, report)
@@ -117,7 +123,8 @@ def quantise_scatter(
         clean(graph)  # what no product reads any more would seem left out
         if len(texts):
             rounded = gptq(_four_bit_tables(graph), exact, texts, report, even=True)
-    WeightOnly(precision, (lambda name, _: rounded[name]) if rounded else None)(graph)
+    rounding = (lambda name, _: rounded[name]) if rounded else None
+    WeightOnly(precision, rounding, accepts=lambda product: not for_drafting(product))(graph)
     clean(graph)
 
 
@@ -125,14 +132,16 @@ def _four_bit_tables(graph: ir.Model) -> list[Table]:
     heads, found = weight_only.lm_heads(graph), list[Table]()
     for product in weight_only.products(graph):
         tensor = product.table.const_value
-        if product.node in heads or product.sizes[0] % weight_only.INT4_BLOCKS[-1] or tensor is None:
+        if product.node in heads or for_drafting(product.node) or tensor is None:
+            continue
+        if (inner := product.sizes[0]) % weight_only.INT4_BLOCKS[-1]:
             continue
 
         def rows(tensor: ir.TensorProtocol = tensor, turned: bool = product.turned) -> Array:
             read = tensor.numpy().astype(np.float32)
             return read if turned else read.T
 
-        found.append(Table(product.node, str(product.table.name), rows))
+        found.append(Table(product.node, str(product.table.name), inner, rows))
     return found
 
 
@@ -150,7 +159,8 @@ def _unrounded(graph: ir.Model) -> int:
 
 def for_drafting(product: ir.Node) -> bool:
     """Whether this product fuses features for an EAGLE head, whose weights bear one scale per block of 64 at most."""
-    return str(product.inputs[1].name).startswith("tail.")  # type: ignore[union-attr]
+    table = transposed_weight(product.inputs[1]) or product.inputs[1]
+    return str(table.name).startswith("tail.")  # type: ignore[union-attr]
 
 
 # ---- int8 ----
@@ -247,10 +257,11 @@ def around_attention(product: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """Weights of a product: its node, their name, and what gives them as float32 [N,K]."""
+    """Weights of a product: its node, their name, K, and what gives them as float32 [N,K]."""
 
     node: ir.Node
     name: str
+    inner: int
     rows: Callable[[], Array]
 
 
@@ -266,7 +277,7 @@ def gptq(
     for table in tables:
         readers[str(table.node.inputs[0].name)].append(table)  # type: ignore[union-attr]
     rounded: dict[str, Rounded] = {}
-    for names in _groups({name: readers[name][0].rows().shape[1] for name in readers}):
+    for names in _groups({name: readers[name][0].inner for name in readers}):
         report(f"gathering second moments of {len(names)} activations")
         hessians: dict[str, Tensor] = {}
         for found in Activations(exact, names).of(texts):
@@ -275,6 +286,11 @@ def gptq(
                 hessians[name] = hessians[name].addmm_(x.T, x) if name in hessians else x.T @ x
         for name in names:
             hessian = hessians.pop(name)
+            if not bool(hessian.isfinite().all()):
+                raise TraceError(
+                    f"--precision: what '{name}' holds is no finite number; in sixteen bits the model overflows, use "
+                    "--precision bf16 or fp32."
+                )
             for table in readers[name]:
                 report(f"rounding weights, {len(rounded) + 1} of {len(tables)}")
                 weights = torch.from_numpy(np.ascontiguousarray(table.rows()))

@@ -73,7 +73,7 @@ def scatter_attention(trace: Trace) -> Callable[..., tuple[Tensor, None]]:
 
 
 class ScatterModule(TargetModule):
-    """The contract; only the order of the inputs is another."""
+    """The contract as it is."""
 
     def forward(
         self,

@@ -268,7 +268,7 @@ class Decoder:
         if sequence is None:
             sequence = self._default = self._default or self.new_sequence()
         answer = Answer(self.text, request, frozenset(self.bundle.manifest.eos_ids))
-        return self._stream(request, answer, sequence)
+        return self._guarded(request, answer, sequence)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -296,6 +296,16 @@ class Decoder:
         return ids
 
     # ---- the loop ----
+
+    def _guarded(self, request: Request, answer: Answer, sequence: SequenceState) -> Generator[Piece, None, Generation]:
+        """The loop; what failed leaves nothing to the default sequence's next answer. Keys that are no numbers would
+        spoil it in dialect scatter, whose attention multiplies rows that it does not see with zero."""
+        try:
+            return (yield from self._stream(request, answer, sequence))
+        except GenerationError:
+            if sequence is self._default and sequence.answer is answer:
+                self._default = None
+            raise
 
     def _stream(self, request: Request, answer: Answer, sequence: SequenceState) -> Generator[Piece, None, Generation]:
         exact = request.acceptance == "exact" or not request.speculate

@@ -190,8 +190,8 @@ def _require_reach(model: ir.Model, found: list[Product], kind: str) -> None:
             left += value.const_value.size
     if left > MOST_LEFT * total:
         raise TraceError(
-            f"--precision: {left / total:.0%} of the model's weights are in operators that {kind} does not reach (such "
-            "as stacks of experts); use --precision fp16."
+            f"--precision: {left / total:.0%} of the model's weights are in operators that fewer bits do not reach "
+            "(such as stacks of experts); use --precision fp16."
         )
 
 

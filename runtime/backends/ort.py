@@ -65,7 +65,13 @@ class OrtGraphs:
 
     def target(self, name: str = "target") -> OrtTarget:
         """The target, or the draft model or EAGLE head of that name."""
-        path, spin = self._bundle.graph(name)[0], name == "target"
+        path, info = self._bundle.graph(name)
+        spin = name == "target"
+        if info.precision == "bf16" and self._provider in (None, CPU_PROVIDER):
+            raise BundleError(
+                f"{path}: it is in bf16, which ONNX Runtime's CPU kernels do not compute in; run its engines with "
+                "--backend tensorrt, or build the bundle with --precision fp16."
+            )
         return OrtTarget(path, self._threads, self._provider, spin, self._fall_back)
 
     def heads(self) -> OrtHeads:

@@ -131,7 +131,8 @@ def _measure(
     rng = np.random.default_rng(0)
     places = []
     for past in pasts:
-        target = _filled(decoder.target, min(past, decoder.capacity - max(tokens)), max(tokens), rng)
+        least = _least_capacity(decoder)
+        target = _filled(decoder.target, min(past, decoder.capacity - max(tokens)), max(tokens), rng, least)
         places.append((target, _drafting(decoder, target.length, max(rows), rng) if rows else None))
     taken = defaultdict[tuple[int, int], list[float]](list)
     first, later = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
@@ -168,16 +169,26 @@ def _drafting(decoder: Decoder, past: int, widest: int, rng: np.random.Generator
         return run_heads
     draft, info = decoder.draft, decoder.bundle.manifest.drafting
     assert draft is not None and info is not None
-    cache = _filled(draft, min(past, info.max_length - 2 * widest), 2 * widest, rng)
+    least = min(_least_capacity(decoder), info.max_length)
+    cache = _filled(draft, min(past, info.max_length - 2 * widest), 2 * widest, rng, least)
     return lambda rows: [
         _call(cache, rows, seen, wanted, rng) for seen, wanted in ((rows, 1), (rows, rows), (2 * rows, rows))
     ]
 
 
-def _filled(model: Target, past: int, room: int, rng: np.random.Generator) -> OrtCache:
+def _least_capacity(decoder: Decoder) -> int:
+    """Of caches to measure with. Attention of dialect scatter reads whole caches: they must be as large as in use."""
+    return decoder.capacity if decoder.bundle.manifest.graphs["target"].dialect == "scatter" else 0
+
+
+def _filled(model: Target, past: int, room: int, rng: np.random.Generator, least: int = 0) -> OrtCache:
     """A cache that holds `past` tokens of noise: pages never written would all be the same one, which costs nothing to
-    read."""
-    cache = model.open(past + room)
+    read.
+
+    Args:
+        least: capacity that it has at least.
+    """
+    cache = model.open(max(past + room, least))
     assert isinstance(cache, OrtCache)
     kv_heads, head_dim = cache.buffer.shape[2], cache.buffer.shape[4]
     cache.buffer[...] = rng.standard_normal((1, 1, kv_heads, cache.buffer.shape[3], head_dim), np.float32)
