@@ -9,13 +9,15 @@ For SmolLM2 in float16 with prompt lookup, Medusa heads and an EAGLE head, and f
 
 A token is right when no other has a higher logit there, and a tie when one has by less than rounding explains. Each of
 these lines runs in a process of its own with a time limit, so that one that crashes or hangs does not end the rest.
-Exit status: 0 all is well, 1 a line failed or a token was wrong, 3 all is well but there is no GPU.
+Exit status: 0 all is well, 1 a line failed or a token was wrong, 2 an option was refused, 3 nothing failed, and nothing
+was run on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -41,7 +43,7 @@ from speccompile.graphs.errors import BundleError, SpecCompileError
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtTarget
 from speccompile.runtime.bundle import Bundle
-from speccompile.runtime.decoder import load
+from speccompile.runtime.decoder import Decoder, load
 from speccompile.runtime.text import Text
 
 MODEL = "smollm2-135m-instruct"
@@ -56,9 +58,13 @@ PAST = 200
 SWEEPS, WARM_UP = 25, 4  # a step is captured when its shape comes for the third time
 ELSEWHERE = "sm89"  # what TensorRT-RTX builds for where there is no GPU that it knows
 NO_GPU = "no GPU: nothing was run on one"
+NOT_RUN = "nothing was run on this GPU"
+CUDA_PROVIDER = "CUDAExecutionProvider"
+CUDA_PACKAGE = "onnxruntime-gpu"
+UNJUDGED = "ONNX Runtime's CPU kernels, which judge every token, do not compute in bf16; use fp16."
 # Of the largest logit: a token this far below the best one may be due to rounding. Sums of a few hundred products in
 # another order change 24 bits by 1e-6 and 11 bits by some 1e-2 in the end.
-TIES = {"fp32": 1e-5, "bf16": 0.05}
+TIES = {"fp32": 1e-5}
 TIE = 0.01
 
 Array = npt.NDArray[Any]
@@ -69,13 +75,19 @@ Step = Callable[..., Facts]
 # ---- what is run, each in a process of its own ----
 
 
-def machine() -> Facts:
-    """The GPU, if any, and what is installed that could run on it."""
+def machine(packages: str | None) -> Facts:
+    """The GPU, if any, and what is installed that could run on it.
+
+    Args:
+        packages: folder that may hold an ONNX Runtime for CUDA, with the libraries of CUDA.
+    """
     import onnxruntime
 
     facts: Facts = {"gpu": None, "providers": onnxruntime.get_available_providers(), "cores": os.cpu_count()}
     facts["versions"] = {"onnxruntime": onnxruntime.__version__}
-    facts["missing"], facts["targets"] = {}, {}
+    facts["missing"], facts["targets"], facts["packages"] = {}, {}, None
+    for found in importlib.metadata.distributions(name=CUDA_PACKAGE, path=[packages] if packages else []):
+        facts["versions"][CUDA_PACKAGE], facts["packages"] = found.version, packages
     for name in ("tensorrt", "tensorrt_rtx"):
         try:
             module = importlib.import_module(name)
@@ -171,7 +183,7 @@ def engines(bundle: str, module: str, target: str | None) -> Facts:
 
 def answers(bundle: str, backend: str, provider: str | None, prompts: list[list[int]]) -> Facts:
     """Answer every prompt plainly and speculatively, and judge each token on the CPU."""
-    decoder = load(bundle, provider=provider, backend=backend)
+    decoder = _load(bundle, backend, provider)
     own = backend == "onnxruntime" and provider is None
     judge = decoder.target if own else OrtTarget(decoder.bundle.graph("target")[0])
     share = TIES.get(decoder.bundle.manifest.graphs["target"].precision, TIE)
@@ -226,7 +238,7 @@ def costs(bundle: str, backend: str, provider: str | None, captured: bool) -> Fa
     for."""
     if backend != "onnxruntime" and not captured:
         _capture_nothing()
-    decoder, rng = load(bundle, provider=provider, backend=backend), np.random.default_rng(0)
+    decoder, rng = _load(bundle, backend, provider), np.random.default_rng(0)
     target, past = decoder.target, min(PAST, decoder.capacity - max(TOKENS))
     cache = target.open(past + max(TOKENS))
     spent: dict[int, list[float]] = {count: [] for count in TOKENS}
@@ -248,6 +260,14 @@ def costs(bundle: str, backend: str, provider: str | None, captured: bool) -> Fa
             if sweep >= WARM_UP:
                 spent[count].append(taken)
     return {"tokens": list(TOKENS), "ms": [median(spent[count]) for count in TOKENS]}
+
+
+def _load(bundle: str, backend: str, provider: str | None) -> Decoder:
+    if provider is not None:
+        import onnxruntime
+
+        onnxruntime.preload_dlls()  # those that came from pip lie where the system's loader does not look
+    return load(bundle, provider=provider, backend=backend)
 
 
 def _capture_nothing() -> None:
@@ -296,12 +316,21 @@ class Lines:
         return self.started + self.budget - time.monotonic()
 
     def run(
-        self, name: str, runtime: str, bundle: str, step: Step, /, limit: float | None = None, **given: Any
+        self,
+        name: str,
+        runtime: str,
+        bundle: str,
+        step: Step,
+        given: Facts,
+        *,
+        limit: float | None = None,
+        first: str | None = None,
     ) -> Facts | None:
         """What `step` returns for the arguments `given`, or None when it did not get that far.
 
         Args:
             limit: seconds; default: what `LIMITS` has for `name`.
+            first: folder of packages that hide those of the same names, for this line.
         """
         limit = min(limit or LIMITS[name], self.left)
         line = Line(name, runtime, bundle, "skipped", why="no time was left for it")
@@ -310,7 +339,7 @@ class Lines:
             return None
         self.report(line.title)
         before = time.monotonic()
-        line.outcome, line.why, line.facts = _in_a_process(step, given, limit)
+        line.outcome, line.why, line.facts = _in_a_process(step, given, limit, first)
         line.seconds = time.monotonic() - before
         return line.facts if line.outcome == "ok" else None
 
@@ -318,14 +347,15 @@ class Lines:
         self.done.append(Line(name, runtime, bundle, "skipped", why=why))
 
 
-def _in_a_process(step: Step, given: Facts, limit: float) -> tuple[str, str, Facts]:
+def _in_a_process(step: Step, given: Facts, limit: float, first: str | None) -> tuple[str, str, Facts]:
     """(outcome, why, facts) of a step."""
     context = multiprocessing.get_context("spawn")  # a fork would share what CUDA and ONNX Runtime hold
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         process = context.Process(target=_child, args=(step, given, theirs, str(log)))
-        process.start()
+        with _path(first):
+            process.start()
         theirs.close()
         ended = False
         try:
@@ -339,6 +369,19 @@ def _in_a_process(step: Step, given: Facts, limit: float) -> tuple[str, str, Fac
         finally:
             _end(process, patience=5 if ended else 0)
             ours.close()
+
+
+@contextlib.contextmanager
+def _path(first: str | None) -> Iterator[None]:
+    """What is begun in here looks for modules in `first` first: a process gets its parent's `sys.path`, and it imports
+    this file, with all that it imports, before anything else."""
+    before = list(sys.path)
+    if first is not None:
+        sys.path.insert(0, first)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _child(step: Step, given: Facts, results: Any, log: str) -> None:
@@ -389,6 +432,7 @@ class Runtime:
         target: what engines are built for; None: whatever GPU there is, or there are no engines.
         runs: whether it can run here; else its engines are only built.
         on_gpu: whether a GPU does the work.
+        packages: folder of the packages that only it uses.
     """
 
     name: str
@@ -397,51 +441,58 @@ class Runtime:
     target: str | None = None
     runs: bool = True
     on_gpu: bool = True
+    packages: str | None = None
 
 
-def runtimes(facts: Facts) -> Iterator[Runtime]:
-    """What can be tried on this machine, ONNX Runtime's CPU kernels last."""
+def runtimes(facts: Facts) -> list[Runtime]:
+    """What can be tried on this machine: what runs on the GPU, what only builds for one, ONNX Runtime's CPU kernels."""
     gpu, versions = facts["gpu"], facts["versions"]
+    found = []
     if gpu and "tensorrt" in versions:
-        yield Runtime(f"TensorRT {versions['tensorrt']}", "tensorrt")
+        found.append(Runtime(f"TensorRT {versions['tensorrt']}", "tensorrt"))
     if "tensorrt_rtx" in versions:
         knows = bool(gpu) and gpu["target"] in facts["targets"].get("tensorrt_rtx", ())
         target = gpu["target"] if knows else ELSEWHERE
-        yield Runtime(f"TensorRT-RTX {versions['tensorrt_rtx']}", "tensorrt_rtx", target=target, runs=knows)
-    if gpu and "CUDAExecutionProvider" in facts["providers"]:
-        yield Runtime(f"ONNX Runtime {versions['onnxruntime']}, CUDA", "onnxruntime", "CUDAExecutionProvider")
-    yield Runtime(f"ONNX Runtime {versions['onnxruntime']}, CPU", "onnxruntime", on_gpu=False)
+        name = f"TensorRT-RTX {versions['tensorrt_rtx']}"
+        found.append(Runtime(name, "tensorrt_rtx", target=target, runs=knows))
+    if gpu and (facts["packages"] or CUDA_PROVIDER in facts["providers"]):
+        name = f"ONNX Runtime {versions.get(CUDA_PACKAGE, versions['onnxruntime'])}, CUDA"
+        found.append(Runtime(name, "onnxruntime", CUDA_PROVIDER, packages=facts["packages"]))
+    found.sort(key=lambda runtime: not runtime.runs)
+    return [*found, Runtime(f"ONNX Runtime {versions['onnxruntime']}, CPU", "onnxruntime", on_gpu=False)]
 
 
-def check(lines: Lines, bundles: dict[str, Path], model: Path | None, work: Path, precision: str) -> Facts | None:
-    """Run every line. What is in `bundles` is not built. Returns what the machine is, if that much is known."""
-    facts = lines.run("machine", "", "", machine)
+def check(
+    lines: Lines, bundles: dict[str, Path], model: Path | None, work: Path, precision: str, packages: str | None
+) -> Facts | None:
+    """Run every line. What is in `bundles` is not built; `packages` is as in `machine`. Returns what the machine is, if
+    that much is known."""
+    facts = lines.run("machine", "", "", machine, {"packages": packages})
     if facts is None:
         return None
-    found, prompts = list(runtimes(facts)), None
+    found, prompts = runtimes(facts), None
+    # The GPU's own lines come before anything that could be had elsewhere, for all bundles.
+    soon = [runtime for runtime in found if runtime.runs and runtime.on_gpu] or found
+    later = [runtime for runtime in found if runtime not in soon]
     methods = METHODS if model is None else METHODS[:1]  # for other models there are no heads at hand
     ready: dict[str, Path] = {}
     for name in bundles or methods:
         path = bundles.get(name, work / f"{name}-{precision}.bundle")
         if name not in bundles:
-            given: Facts = {
-                "model": model and str(model.absolute()),
-                "method": name,
-                "out": str(path),
-                "precision": precision,
-            }
-            if lines.run("build", "", name, build_bundle, **given) is None:
+            source = model and str(model.absolute())
+            given = {"model": source, "method": name, "out": str(path), "precision": precision}
+            if lines.run("build", "", name, build_bundle, given) is None:
                 continue
-        prompts = prompts or lines.run("prompts", "", name, read_prompts, bundle=str(path))
+        prompts = prompts or lines.run("prompts", "", name, read_prompts, {"bundle": str(path)})
         if prompts is None:
             continue
         ready[name] = path
-        for runtime in found:
-            if runtime.on_gpu:
-                try_out(lines, runtime, name, path, prompts["prompts"], with_costs=len(ready) == 1)
+        for runtime in soon:
+            try_out(lines, runtime, name, path, prompts["prompts"], with_costs=runtime.on_gpu and len(ready) == 1)
     for name, path in ready.items():
         assert prompts is not None
-        try_out(lines, found[-1], name, path, prompts["prompts"], with_costs=False)
+        for runtime in later:
+            try_out(lines, runtime, name, path, prompts["prompts"], with_costs=False)
     return facts
 
 
@@ -449,21 +500,21 @@ def try_out(
     lines: Lines, runtime: Runtime, name: str, bundle: Path, prompts: list[list[int]], with_costs: bool
 ) -> None:
     """The lines of one runtime on one bundle."""
-    given: Facts = {"bundle": str(bundle), "backend": runtime.backend, "provider": runtime.provider}
     has_engines = runtime.backend != "onnxruntime"
     if has_engines:
-        made = lines.run(
-            "engines", runtime.name, name, engines, bundle=str(bundle), module=runtime.backend, target=runtime.target
-        )
-        if made is None:
+        given = {"bundle": str(bundle), "module": runtime.backend, "target": runtime.target}
+        if lines.run("engines", runtime.name, name, engines, given) is None:
             return
     if not runtime.runs:
         lines.skip("answers", runtime.name, name, "there is no GPU that it knows")
         return
-    if lines.run("answers", runtime.name, name, answers, **given, prompts=prompts) is None or not with_costs:
+    given = {"bundle": str(bundle), "backend": runtime.backend, "provider": runtime.provider}
+    answered = lines.run("answers", runtime.name, name, answers, {**given, "prompts": prompts}, first=runtime.packages)
+    if answered is None or not with_costs:
         return
     for captured in (True, False) if has_engines else (False,):
-        lines.run("costs", f"{runtime.name}{' (captured)' * captured}", name, costs, **given, captured=captured)
+        title = f"{runtime.name}{' (captured)' * captured}"
+        lines.run("costs", title, name, costs, {**given, "captured": captured}, first=runtime.packages)
 
 
 def status_of(lines: Lines, facts: Facts | None) -> int:
@@ -473,14 +524,13 @@ def status_of(lines: Lines, facts: Facts | None) -> int:
     )
     if wrong or facts is None:
         return 1
-    if facts["gpu"] is None:
-        return 3
+    return 0 if ran_on_gpu(lines, facts) else 3
+
+
+def ran_on_gpu(lines: Lines, facts: Facts) -> bool:
+    """Whether anything was answered on a GPU."""
     on_gpu = {runtime.name for runtime in runtimes(facts) if runtime.on_gpu}
-    return (
-        0
-        if any(line.name == "answers" and line.outcome == "ok" and line.runtime in on_gpu for line in lines.done)
-        else 1
-    )
+    return any(line.name == "answers" and line.outcome == "ok" and line.runtime in on_gpu for line in lines.done)
 
 
 # ---- what is said about it ----
@@ -554,6 +604,8 @@ def show(lines: Lines, facts: Facts | None, out: Console) -> None:
         if gpu:
             about = f"{gpu['name']} ({gpu['target']}), {gpu['bytes'] / 2**30:.0f} GiB, driver for CUDA {gpu['driver']}"
             out.print(f"{about}; {versions}")
+            if not ran_on_gpu(lines, facts):
+                out.print(NOT_RUN, style="bold")
         else:
             out.print(f"{NO_GPU} ({facts['missing'].get('gpu')}); {versions}", style="bold")
         for name, why in facts["missing"].items():
@@ -572,22 +624,47 @@ def show(lines: Lines, facts: Facts | None, out: Console) -> None:
             out.print(f"{line.outcome}: {line.title}: {line.why}", style=style, markup=False)
 
 
+def refuse_bf16(bundles: Sequence[Path], precision: str) -> None:
+    """Tokens are judged by the bundle's own graph on a CPU.
+
+    Raises:
+        click.UsageError: when that could not compute.
+    """
+    for path in bundles:
+        with contextlib.suppress(BundleError):  # a line will say so
+            if Bundle.open(path, check_hashes=False).graph("target")[1].precision == "bf16":
+                raise click.UsageError(f"--bundle {path}: {UNJUDGED}")
+    if precision == "bf16" and not bundles:
+        raise click.UsageError(f"--precision bf16: {UNJUDGED}")
+
+
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path), default=Path("build/gpu_check/gpu_check.json"))
 @click.option("--model", type=click.Path(path_type=Path), help=f"Check with prompt lookup on this model, not {MODEL}.")
 @click.option(
     "--bundle", "bundles", multiple=True, type=click.Path(path_type=Path), help="Check these scatter bundles."
 )
-@click.option("--precision", default="fp16", show_default=True, help="Of bundles that are built.")
+@click.option("--precision", default="fp16", show_default=True, help="Of bundles that are built; not bf16.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("build/gpu_check"), show_default=True)
+@click.option("--onnxruntime-gpu", "packages", help="Folder into which pip has installed it, with CUDA's libraries.")
 @click.option("--budget", type=float, default=BUDGET, show_default=True, help="Seconds for everything.")
-def main(out: Path, model: Path | None, bundles: tuple[Path, ...], precision: str, work: Path, budget: float) -> None:
+def main(
+    out: Path,
+    model: Path | None,
+    bundles: tuple[Path, ...],
+    precision: str,
+    work: Path,
+    packages: str | None,
+    budget: float,
+) -> None:
     """Check what this machine can run; the figures go to OUT as JSON."""
+    refuse_bf16(bundles, precision)
     console = Console()
     work.mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
         lines = Lines(budget, status.update)
-        facts = check(lines, {path.name.removesuffix(".bundle"): path for path in bundles}, model, work, precision)
+        named = {path.name.removesuffix(".bundle"): path for path in bundles}
+        facts = check(lines, named, model, work, precision, packages)
     show(lines, facts, console)
     code = status_of(lines, facts)
     found = {"machine": facts, "status": code, "seconds": time.monotonic() - lines.started}

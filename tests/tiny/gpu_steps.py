@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from pathlib import Path
@@ -34,3 +35,7 @@ def hang(marker: str) -> dict[str, Any]:
     finally:
         Path(marker).write_text("cleaned up")
     return {}
+
+
+def version_of(module: str) -> dict[str, Any]:
+    return {"version": importlib.import_module(module).__version__}

@@ -12,23 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from speccompile.compiler.checkpoint import read_model
 from speccompile.compiler.prove import PROMPTS, eager_logits
 from speccompile.runtime import Decoder
+from speccompile.tools import gpu_check
 from speccompile.tools.gpu_check import (
     NO_GPU,
+    NOT_RUN,
     Line,
     Lines,
+    answers,
+    check,
+    costs,
     judged,
     logit_gaps,
+    machine,
     runtimes,
     show,
     status_of,
 )
-from tests.tiny.gpu_steps import answer, crash, hang, refuse, stumble
+from tests.tiny.gpu_steps import answer, crash, hang, refuse, stumble, version_of
 
 ROOT = Path(__file__).parents[2]
 NONE: dict[str, Any] = {
@@ -37,6 +45,7 @@ NONE: dict[str, Any] = {
     "versions": {"onnxruntime": "1.31.1", "tensorrt_rtx": "1.7.1"},
     "targets": {"tensorrt_rtx": ["sm86", "sm89"]},
     "missing": {"gpu": "0 devices"},
+    "packages": None,
 }
 
 
@@ -54,13 +63,13 @@ def gpu(target: str) -> dict[str, Any]:
 
 def test_each_line_ends_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = Lines(budget=100)
-    assert lines.run("costs", "a", "b", crash) is None
-    assert lines.run("costs", "a", "b", refuse) is None
-    assert lines.run("costs", "a", "b", stumble) is None
+    assert lines.run("costs", "a", "b", crash, {}) is None
+    assert lines.run("costs", "a", "b", refuse, {}) is None
+    assert lines.run("costs", "a", "b", stumble, {}) is None
     began = time.monotonic()
-    assert lines.run("costs", "a", "b", hang, limit=6, marker=str(tmp_path / "marker")) is None
+    assert lines.run("costs", "a", "b", hang, {"marker": str(tmp_path / "marker")}, limit=6) is None
     assert time.monotonic() - began < 20
-    found = lines.run("costs", "a", "b", answer, value=7)
+    found = lines.run("costs", "a", "b", answer, {"value": 7})
     assert found is not None and found["value"] == 7 and found["process"] != os.getpid()
     assert (tmp_path / "marker").read_text() == "cleaned up"
     assert [(line.outcome, line.why) for line in lines.done] == [
@@ -73,15 +82,51 @@ def test_each_line_ends_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "must not be seen" not in "".join(capfd.readouterr())
 
 
+def test_packages_of_one_line(tmp_path: Path) -> None:
+    """Two packages have a module onnxruntime: each line has its own, from the first import on."""
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime" / "__init__.py").write_text("__version__ = 'for CUDA'")
+    lines, before = Lines(budget=100), list(sys.path)
+    found = [
+        lines.run("machine", "", "", version_of, {"module": "onnxruntime"}, first=first)
+        for first in (str(tmp_path), None)
+    ]
+    assert found == [{"version": "for CUDA"}, {"version": onnxruntime.__version__}]
+    assert sys.path == before
+
+
+def test_libraries_of_cuda_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a session for a provider is made: pip's lie where the system's loader does not look."""
+    done: list[Any] = []
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: done.append("preload"))
+    monkeypatch.setattr(gpu_check, "load", lambda bundle, **given: done.append(given["provider"]))
+    prompt = {"bundle": "a.bundle", "backend": "onnxruntime"}
+    for step, rest in ((answers, {"prompts": [[1]]}), (costs, {"captured": False})):
+        for provider in ("CUDAExecutionProvider", None):
+            with pytest.raises(AttributeError):  # there is no decoder
+                step(**prompt, provider=provider, **rest)
+    assert done == ["preload", "CUDAExecutionProvider", None] * 2
+
+
+def test_an_installed_onnxruntime_for_cuda_is_found(tmp_path: Path) -> None:
+    assert machine(str(tmp_path))["packages"] is None
+    installed = tmp_path / "onnxruntime_gpu-1.31.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.31.1\n")
+    facts = machine(str(tmp_path))
+    assert facts["packages"] == str(tmp_path) and facts["versions"]["onnxruntime-gpu"] == "1.31.1"
+
+
 def test_what_gets_no_time_is_named() -> None:
     lines = Lines(budget=1)
-    assert lines.run("answers", "TensorRT 11.4", "medusa", crash) is None
+    assert lines.run("answers", "TensorRT 11.4", "medusa", crash, {}) is None
     assert lines.done == [Line("answers", "TensorRT 11.4", "medusa", "skipped", why="no time was left for it")]
     out = Console(record=True, width=200, quiet=True)
     out.quiet = False
     with out.capture() as said:
         show(lines, gpu("sm89"), out)
     assert "skipped: answers, TensorRT 11.4, medusa: no time was left for it" in said.get()
+    assert NOT_RUN in said.get()
 
 
 # ---- judging tokens ----
@@ -122,8 +167,56 @@ def test_what_is_tried() -> None:
     assert tried(NONE) == [("tensorrt_rtx", None, "sm89", False, True), cpu]
     assert tried({**NONE, "versions": {"onnxruntime": "1.31.1"}}) == [cpu]
     full = ("tensorrt", None, None, True, True)
+    only_built = ("tensorrt_rtx", None, "sm89", False, True)
     assert tried(gpu("sm86")) == [full, ("tensorrt_rtx", None, "sm86", True, True), cuda, cpu]
-    assert tried(gpu("sm90")) == [full, ("tensorrt_rtx", None, "sm89", False, True), cuda, cpu]
+    assert tried(gpu("sm90")) == [full, cuda, only_built, cpu]
+    own = {**gpu("sm90"), "providers": ["CPUExecutionProvider"], "packages": "a folder"}
+    own["versions"] = {**own["versions"], "onnxruntime": "1.32.0", "onnxruntime-gpu": "1.31.1"}
+    assert tried(own) == [full, cuda, only_built, cpu]
+    assert [(way.name, way.packages) for way in runtimes(own) if way.backend == "onnxruntime"] == [
+        ("ONNX Runtime 1.31.1, CUDA", "a folder"),
+        ("ONNX Runtime 1.32.0, CPU", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "order"),
+    [
+        (NONE, ["a RTX engines", "a RTX answers", "a CPU", "b RTX engines", "b RTX answers", "b CPU"]),
+        (
+            gpu("sm90"),
+            [
+                *("a TRT engines", "a TRT answers", "a TRT costs", "a TRT costs", "a CUDA", "a CUDA costs"),
+                *("b TRT engines", "b TRT answers", "b CUDA"),
+                *("a RTX engines", "a RTX answers", "a CPU", "b RTX engines", "b RTX answers", "b CPU"),
+            ],
+        ),
+    ],
+)
+def test_the_order_of_lines(machine: dict[str, Any], order: list[str]) -> None:
+    """What the GPU runs comes before what only a build or the CPU does, for all bundles, as time may not suffice."""
+    lines = Recorded(machine)
+    check(lines, {"a": Path("a.bundle"), "b": Path("b.bundle")}, None, Path("work"), "fp16", None)
+    short = {"TensorRT 11.4": "TRT", "TensorRT-RTX 1.7.1": "RTX"}
+    said = []
+    for line in lines.done:
+        runtime = line.runtime.removesuffix(" (captured)")
+        if runtime:
+            name = "" if line.name == "answers" and runtime not in short else f" {line.name}"
+            said.append(f"{line.bundle} {short.get(runtime, runtime.rpartition(' ')[2])}{name}")
+    assert said == order
+
+
+class Recorded(Lines):
+    """Runs nothing, and says that it went well."""
+
+    def __init__(self, machine: dict[str, Any]) -> None:
+        super().__init__(budget=100)
+        self.machine = machine
+
+    def run(self, name: str, runtime: str, bundle: str, *_: Any, **__: Any) -> dict[str, Any]:
+        self.done.append(Line(name, runtime, bundle, "ok"))
+        return {"machine": self.machine, "prompts": {"prompts": [[1]]}}.get(name, {})
 
 
 @pytest.mark.parametrize(
@@ -132,7 +225,7 @@ def test_what_is_tried() -> None:
         ("ok", {"different": 0}, gpu("sm89"), 0),
         ("ok", {"different": 1}, gpu("sm89"), 1),
         ("crashed", {}, gpu("sm89"), 1),
-        ("skipped", {}, gpu("sm89"), 1),  # nothing has run on it
+        ("skipped", {}, gpu("sm89"), 3),  # nothing has run on it
         ("skipped", {}, NONE, 3),
         ("failed", {}, NONE, 1),
         ("ok", {}, None, 1),
@@ -142,6 +235,16 @@ def test_exit_status(outcome: str, facts: dict[str, Any], machine: dict[str, Any
     lines = Lines(budget=1)
     lines.done.append(Line("answers", "TensorRT 11.4", "medusa", outcome, facts=facts))
     assert status_of(lines, machine) == status
+
+
+def test_bf16_is_refused_at_once(tmp_path: Path) -> None:
+    """The judge, ONNX Runtime's CPU kernels, cannot compute in it."""
+    found = CliRunner().invoke(gpu_check.main, [str(tmp_path / "out.json"), "--precision", "bf16"])
+    assert found.exit_code == 2
+    assert "--precision bf16: ONNX Runtime's CPU kernels, which judge every token, do not" in " ".join(
+        found.output.split()
+    )
+    assert not list(tmp_path.iterdir())
 
 
 # ---- the whole of it ----

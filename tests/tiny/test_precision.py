@@ -399,7 +399,7 @@ def test_an_unknown_precision(tmp_path: Path, speccompile: Cli) -> None:
     with pytest.raises(SpecCompileError) as caught:
         build(tmp_path / "model", tmp_path / "out", method="plain", precision="int2")
     sentence = str(caught.value)
-    assert sentence == "--precision: 'int2' is unknown; use one of fp32, int8, int4."
+    assert sentence == "--precision: 'int2' is unknown in dialect gqa; use one of fp32, int8, int4."
     status, out, err = speccompile("build", tmp_path / "model", "--method", "plain", "--precision", "int2")
     assert status == 2 and out == ""
     assert "'int2'" in err and all(f"'{known}'" in err for known in ("fp32", "int8", "int4"))

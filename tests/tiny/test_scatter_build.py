@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -16,11 +17,17 @@ import speccompile.compiler.build as building
 import speccompile.compiler.prove as proving
 from speccompile.compiler.build import build
 from speccompile.compiler.checkpoint import read_model
+from speccompile.compiler.quantise import quantise_scatter
+from speccompile.compiler.write_graph import write_graph
 from speccompile.graphs.errors import BundleError, ProofError, SpecCompileError, TraceError
 from speccompile.graphs.manifest import Manifest
+from speccompile.graphs.passes import finish_scatter
+from speccompile.graphs.scatter import cast_model, trace_scatter
+from speccompile.graphs.target import TargetTail, survey
 from speccompile.graphs.tree import TokenTree
-from speccompile.runtime.decoder import load
-from tests.tiny.conftest import Cli, save_tiny_model
+from speccompile.runtime.decoder import Decoder, load
+from tests.tiny.conftest import EOS_IDS, Cli, save_tiny_model, write_tokenizer
+from tests.tiny.models import tiny_model
 from tests.tiny.test_precision import Case, save_model
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1]])
@@ -152,8 +159,9 @@ def test_bfloat16_is_published_though_the_cpu_cannot_run_it(bundle: tuple[Wanted
     _, _, out = bundle
     weights = [value for value in ir.load(out / "draft.onnx").graph.initializers.values() if value.dtype is not None]
     assert ir.DataType.BFLOAT16 in {value.dtype for value in weights}
-    with pytest.raises(BundleError, match="onnxruntime cannot load this graph"):
+    with pytest.raises(BundleError, match=r"it is in bf16, .* run its engines with --backend tensorrt"):
         load(out, threads=1)
+    assert json.loads((out / "manifest.json").read_text())["proof"]["twin"] == {"precision": "fp32"}
 
 
 def test_twins_must_have_the_same_nodes(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,27 +182,129 @@ def test_twins_must_have_the_same_nodes(tiny_checkpoint: Path, tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_a_graph_that_overflows_fails_the_proof(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_overflows_in_sixteen_bits_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = EOS_IDS
+    with torch.no_grad():
+        # float16 holds these weights, but not sums of 64 products with them, which go into the cache.
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1e6).clamp_(-6e4, 6e4)
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    build(tmp_path / "model", tmp_path / "fp32", method="plain", dialect="scatter", precision="fp32")
+    with pytest.raises(ProofError, match=r"^proof 'finite': .*use --precision bf16 .* Nothing was published\.$"):
+        build(tmp_path / "model", tmp_path / "fp16", method="plain", dialect="scatter", precision="fp16")
+    assert not (tmp_path / "fp16").exists()
+
+
+def test_altered_weights_fail_the_proof(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = building.write_target
 
-    def poisoned(source: Any, found: Any, tail: Any, plan: building.Plan) -> Any:
+    def altered(source: Any, found: Any, tail: Any, plan: building.Plan) -> Any:
         info = write(source, found, tail, plan)
         weights = np.fromfile(plan.folder / "target.onnx.data", np.float16)
-        weights[: 320 * 64] *= 300
+        weights[: 320 * 64] *= 2
         weights.tofile(plan.folder / "target.onnx.data")
         return info
 
-    monkeypatch.setattr(building, "write_target", poisoned)
+    monkeypatch.setattr(building, "write_target", altered)
     with pytest.raises(ProofError, match=r"proof 'prefill'.*Nothing was published"):
         build(tiny_checkpoint, tmp_path / "out", method="plain", dialect="scatter", precision="fp16")
+
+
+def test_a_rounded_target_that_verifies_trees_is_proved_on_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact graph is right here; the published one lets every node see every other."""
+    model = save_model(tmp_path / "model", Case("int8", "plain"))
+    write = building.write_target
+
+    def careless(source: Any, found: Any, tail: Any, plan: building.Plan) -> Any:
+        info = write(source, found, tail, plan)
+        graph = ir.load(plan.folder / "target.onnx")
+        mask = next(value for value in graph.graph.inputs if value.name == "tree_mask")
+        every = ir.node("Or", [mask, mask])
+        turned = ir.node("Not", [mask])
+        whole = ir.node("Or", [every.outputs[0], turned.outputs[0]])
+        readers = [(use.node, use.idx) for use in mask.uses() if use.node not in (every, turned)]
+        for node, slot in readers:
+            node.replace_input_with(slot, whole.outputs[0])
+        graph.graph.insert_before(next(iter(graph.graph)), [every, turned, whole])
+        ir.save(graph, plan.folder / "target.onnx")
+        return info
+
+    monkeypatch.setattr(building, "write_target", careless)
+    with pytest.raises(ProofError, match=r"proof '(path|commit)'"):
+        build(model, tmp_path / "out", method="plain", dialect="scatter", precision="int8", calibrate=False)
+
+
+def test_what_fuses_features_for_a_head_keeps_sixteen_bits(
+    tiny_checkpoint: Path, scatter_head: Path, tmp_path: Path
+) -> None:
+    source = read_model(tiny_checkpoint)
+    head = building.read_eagle(scatter_head, source)
+    tail = building._target_tail(None, head)
+    found = survey(source.model, 128)
+    graph = trace_scatter(cast_model(source.model, torch.float16), found, cast_model(tail, torch.float16))
+    finish_scatter(graph)
+    write_graph(graph, tmp_path, "target")
+    quantise_scatter(graph, "int4", tmp_path / "target.onnx", [], lambda _: None)
+    fusion = [value for name, value in graph.graph.initializers.items() if name.startswith("tail.fusion.fc.")]
+    assert [value.dtype for value in fusion] == [ir.DataType.FLOAT16]
+
+
+def test_guesses_are_held_against_the_same_tokens() -> None:
+    want_ids, want = np.array([[7, 3, 9]]), np.array([[-0.5, -1.0, -2.0]])
+
+    def others(ids: list[int], logprobs: list[float]) -> int:
+        return proving._other_guesses(np.array([ids]), np.array([logprobs]), want_ids, want, 0.1)
+
+    assert others([7, 3, 9], [-0.55, -1.0, -2.0]) == 0
+    assert others([7, 3, 4], [-0.5, -1.0, -2.05]) == 0, "as likely as the last one named"
+    assert others([3, 7, 9], [-0.5, -1.0, -2.0]) == 2, "two names changed places"
+    assert others([7, 4, 9], [-0.5, -1.0, -2.0]) == 1, "a token that the heads do not name"
+    assert others([7, 3, 9], [-0.5, float("nan"), -2.0]) == 1
+
+
+def test_a_tie_is_what_the_proof_saw_twice_over_and_no_more(tiny_decoder: Decoder) -> None:
+    assert proving.tie_gap(tiny_decoder, {"row": {"difference": 1.0}}) == proving.TIE_GAP["fp32"]
+    manifest = tiny_decoder.bundle.manifest
+    info = replace(manifest.graphs["target"], dialect="scatter", precision="int4")
+    decoder = cast(
+        Decoder, SimpleNamespace(bundle=SimpleNamespace(manifest=replace(manifest, graphs={"target": info})))
+    )
+    assert proving.tie_gap(decoder, {"row": {"difference": 0.01}, "path": {"difference": 0.02}}) == 0.04
+    assert proving.tie_gap(decoder, {"row": {"difference": 0.3}, "path": {"difference": 0.02}}) == 0.1
+
+
+@pytest.mark.parametrize("fault", ["weights", "nodes"])
+def test_twins_differ_in_nothing_but_rounding(fault: str) -> None:
+    model = tiny_model("llama")
+    found = survey(model, 128)
+    twins = [
+        trace_scatter(cast_model(model, dtype), found, TargetTail(False)) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    for twin in twins:
+        finish_scatter(twin)
+    building._require_twins(*twins, "it")
+    if fault == "weights":
+        value = twins[1].graph.initializers["model.lm_head.weight"]
+        assert value.const_value is not None
+        value.const_value = ir.tensor(value.const_value.numpy() * 1.02)
+    else:
+        attention = next(node for node in twins[1].graph if node.op_type == "Attention")
+        attention.attributes["scale"] = ir.AttrFloat32("scale", 0.5)
+    with pytest.raises(TraceError, match=f"it has other {fault}"):
+        building._require_twins(*twins, "it")
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"dialect": "cuda"}, "--dialect: 'cuda' is unknown; use one of gqa, scatter."),
+        (
+            {"dialect": "scatter", "draft_precision": "fp32"},
+            "--draft-precision: goes with --dialect gqa; in scatter drafts are in fp16, bf16 or fp32.",
+        ),
         ({"precision": "fp16"}, "--precision: 'fp16' is unknown in dialect gqa; use one of fp32, int8, int4."),
         (
             {"dialect": "scatter", "precision": "fp4"},
@@ -228,3 +338,14 @@ def test_command_line_defaults(
         assert (asked[-1]["dialect"], asked[-1]["precision"]) == (dialect, precision)
     status, _, error = speccompile("build", str(tiny_checkpoint), "--method", "plain", "--target", "sm89")
     assert status == 2 and "--target goes with --engine." in error
+    for arguments, sentence in (
+        (["--dialect", "gqa"], "--dialect: TensorRT cannot read gqa; leave the option out, or give scatter."),
+        (["--target", "sm1"], "--target: 'sm1' is not supported by tensorrt_rtx"),
+        (["--precision", "fp8", "--target", "sm86"], "--target: sm86 cannot multiply in fp8"),
+        ([], "--target: there is no GPU to build for; name one or more of"),
+    ):
+        count = len(asked)
+        status, _, error = speccompile(
+            "build", str(tiny_checkpoint), "--method", "plain", "--engine", "tensorrt-rtx", *arguments
+        )
+        assert status == 1 and sentence in error and len(asked) == count, "refused before anything is built"
