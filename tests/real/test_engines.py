@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 import speccompile.compiler.build as building
 from speccompile.compiler.build import build
-from speccompile.compiler.engine import Parsed, build_engines, collecting_log, prepare
+from speccompile.compiler.engine import Parsed, build_engines, choose_limits, collecting_log, prepare
 from speccompile.compiler.engine_checks import attentions
-from speccompile.graphs.engines import folder_name, read_engines
+from speccompile.graphs.engines import TensorInfo, folder_name, read_engines
+from speccompile.graphs.manifest import GraphInfo
 from speccompile.runtime.bundle import Bundle
 from speccompile.tools.zoo.fetch import draft, eagle, heads
 from tests.real.conftest import NAME
@@ -21,7 +23,6 @@ trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has wheels for Li
 pytestmark = pytest.mark.real
 
 TARGETS = ["sm86", "sm89", "sm120"]
-LAYERS = {"target": 30, "medusa": 0}
 CAPACITY = 1024
 DTYPES = {
     onnx.TensorProto.INT64: "int64",
@@ -29,67 +30,112 @@ DTYPES = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.FLOAT16: "float16",
 }
-BUNDLES: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": heads},
-    "draft": {"draft": draft},
-    "eagle": {"head": eagle},
-    "prompt-lookup": {"precision": "int4", "calibrate": False},
-}
-PROVED = "medusa"  # what the others share with it need not be proved again
+# Of draft model and head the graphs alone: they stand beside the target of the first bundle.
+DRAFTING: dict[str, dict[str, Any]] = {"draft": {"draft": draft}, "eagle": {"head": eagle}}
 
 
-@pytest.fixture(scope="session", params=BUNDLES)
-def scatter_bundle(request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One bundle per graph that drafts, in sixteen bits, and one in four."""
-    method = request.param
-    options = {name: value(NAME) if callable(value) else value for name, value in BUNDLES[method].items()}
-    out = tmp_path_factory.mktemp("engines") / f"smollm2-{method}.bundle"
-    with pytest.MonkeyPatch.context() as patch:
-        if method != PROVED:
-            patch.setattr(building, "load", lambda *_, **__: None)
-            patch.setattr(building, "prove", lambda *_, **__: {})
-        manifest = build(smollm2, out, method=method, dialect="scatter", **{"precision": "fp16", **options})
-    if method == PROVED:  # against eager transformers in float32, relative to the largest logit
-        assert manifest.proof["tree"]["difference"] < 0.5 * manifest.proof["tree"]["bound"]
-        assert manifest.proof["tokens"]["compared"] > 150
+@pytest.fixture(scope="session")
+def medusa_bundle(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target in sixteen bits with its heads, proved."""
+    out = tmp_path_factory.mktemp("engines") / "smollm2-medusa.bundle"
+    manifest = build(smollm2, out, method="medusa", dialect="scatter", precision="fp16", heads=heads(NAME))
+    # Against eager transformers in float32, relative to the largest logit.
+    assert 0 < manifest.proof["tree"]["difference"] < 0.5 * manifest.proof["tree"]["bound"]
+    assert manifest.proof["tokens"]["compared"] > 150
     return out
 
 
-def test_engines_for_three_generations(scatter_bundle: Path) -> None:
-    sets = build_engines(trt, scatter_bundle, targets=TARGETS, max_length=CAPACITY)
-    manifest = Bundle.open(scatter_bundle).manifest
+@pytest.fixture(scope="session")
+def unproved() -> Iterator[pytest.MonkeyPatch]:
+    """Builds end before their proof: what they share with the first bundle has been proved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "load", lambda *_, **__: None)
+        patch.setattr(building, "prove", lambda *_, **__: {})
+        yield patch
+
+
+@pytest.fixture(scope="session")
+def int4_bundle(smollm2: Path, unproved: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "smollm2-int4.bundle"
+    build(smollm2, out, method="prompt-lookup", dialect="scatter", precision="int4", calibrate=False)
+    return out
+
+
+@pytest.mark.parametrize("which", ["medusa_bundle", "int4_bundle"])
+def test_engines_for_three_generations(which: str, request: pytest.FixtureRequest) -> None:
+    bundle: Path = request.getfixturevalue(which)
+    sets = build_engines(trt, bundle, targets=TARGETS, max_length=CAPACITY)
+    manifest = Bundle.open(bundle).manifest
     assert [made.target for made in sets] == TARGETS
     for made in sets:
-        folder = scatter_bundle / "engines" / folder_name("tensorrt_rtx", trt.__version__, made.target)
+        folder = bundle / "engines" / folder_name("tensorrt_rtx", trt.__version__, made.target)
         assert read_engines(folder) == made
         assert set(made.engines) == set(manifest.graphs)
         for name, info in made.engines.items():
-            file = manifest.graphs[name].file
-            graph = onnx.load(scatter_bundle / file, load_external_data=False).graph
-            for ours, theirs in ((info.inputs, graph.input), (info.outputs, graph.output)):
-                assert {t.name: t.dtype for t in ours} == {t.name: DTYPES[t.type.tensor_type.elem_type] for t in theirs}
-            assert len(info.aliases) == sum(t.name.startswith("past_key_values.") for t in graph.input)
-            assert all(t.shape[2] == CAPACITY for t in info.inputs if t.name in info.aliases)
-            weights = sum(_bytes(tensor) for tensor in graph.initializer)
-            assert weights < info.bytes * 1.01 and info.bytes < 1.6 * weights + 10e6
+            require_contract(bundle / manifest.graphs[name].file, info.inputs, info.outputs, info.aliases)
+            require_weights(bundle / manifest.graphs[name].file, info.bytes)
             assert (folder / info.file).stat().st_size == info.bytes
         assert made.measured["peak_bytes"] < 8e9
+    require_attention(bundle, "target", 30)
 
 
-def test_attention_layers_of_the_parsed_network(scatter_bundle: Path) -> None:
-    opened = Bundle.open(scatter_bundle)
-    for name, info in opened.manifest.graphs.items():
-        model = prepare(scatter_bundle / info.file, CAPACITY)
-        made = Parsed.of(trt, collecting_log(trt), name, model, scatter_bundle)
-        made.check(model.graph)
-        layers = [attention for _, attention in attentions(trt, made.network)]
-        drafting = opened.manifest.drafting
-        assert len(layers) == (LAYERS.get(name, drafting and drafting.layers))
-        for attention in layers:
-            assert attention.causal_kind == trt.CausalMaskKind.NONE and not attention.decomposable
-            assert attention.mask.dtype == trt.float16
-            assert list(attention.mask.shape) == [-1, 1, -1, CAPACITY]
-            assert attention.key_value_lengths.dtype == trt.int32
+@pytest.mark.parametrize("method", DRAFTING)
+def test_engines_that_draft(
+    method: str,
+    smollm2: Path,
+    medusa_bundle: Path,
+    unproved: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def copied(_source: object, _found: object, _tail: object, plan: building.Plan) -> GraphInfo:
+        for file in medusa_bundle.glob("target.onnx*"):
+            (plan.folder / file.name).hardlink_to(file)
+        return Bundle.open(medusa_bundle).manifest.graphs["target"]
+
+    unproved.setattr(building, "write_target", copied)
+    options = {name: value(NAME) for name, value in DRAFTING[method].items()}
+    bundle = tmp_path / "out"
+    build(smollm2, bundle, method=method, dialect="scatter", precision="fp16", **options)
+    manifest = Bundle.open(bundle).manifest
+    assert manifest.drafting is not None
+    parsed = require_attention(bundle, method, manifest.drafting.layers)
+    limits = choose_limits(manifest.target.max_length, 16, CAPACITY, 1, None)
+    for target in TARGETS:
+        file = tmp_path / f"{target}.engine"
+        inputs = parsed.build(limits, target, file, lambda _: None)
+        require_contract(bundle / f"{method}.onnx", inputs, parsed.outputs(), parsed.aliases)
+        require_weights(bundle / f"{method}.onnx", file.stat().st_size)
+
+
+def require_contract(path: Path, inputs: list[TensorInfo], outputs: list[TensorInfo], aliases: dict[str, str]) -> None:
+    """What an engine reads and gives is what its graph does."""
+    graph = onnx.load(path, load_external_data=False).graph
+    for ours, theirs in ((inputs, graph.input), (outputs, graph.output)):
+        assert {t.name: t.dtype for t in ours} == {t.name: DTYPES[t.type.tensor_type.elem_type] for t in theirs}
+    assert len(aliases) == sum(t.name.startswith("past_key_values.") for t in graph.input)
+    assert all(t.shape[2] == CAPACITY for t in inputs if t.name in aliases)
+
+
+def require_weights(path: Path, size: int) -> None:
+    """An engine holds its graph's weights, about once."""
+    weights = sum(_bytes(tensor) for tensor in onnx.load(path, load_external_data=False).graph.initializer)
+    assert weights < size * 1.01 and size < 1.6 * weights + 10e6
+
+
+def require_attention(bundle: Path, name: str, layers: int) -> Parsed:
+    """Every attention layer of the parsed network has its mask and lengths, and is not causal."""
+    file = Bundle.open(bundle).manifest.graphs[name].file
+    model = prepare(bundle / file, CAPACITY)
+    parsed = Parsed.of(trt, collecting_log(trt), name, model, bundle)
+    parsed.check(model.graph)
+    found = [attention for _, attention in attentions(trt, parsed.network)]
+    assert len(found) == layers
+    for attention in found:
+        assert attention.causal_kind == trt.CausalMaskKind.NONE and not attention.decomposable
+        assert attention.mask.dtype == trt.float16
+        assert list(attention.mask.shape) == [-1, 1, -1, CAPACITY]
+        assert attention.key_value_lengths.dtype == trt.int32
+    return parsed
 
 
 def _bytes(tensor: onnx.TensorProto) -> int:

@@ -1,5 +1,4 @@
-"""Every supported architecture in every dialect: tree logits equal eager transformers path by path, and commits keep it
-so."""
+"""Every supported architecture: tree logits equal eager transformers path by path, and commits keep it so."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from speccompile.graphs.gqa import trace_gqa
-from speccompile.graphs.passes import finish_gqa_target, finish_scatter
-from speccompile.graphs.scatter import trace_scatter
+from speccompile.graphs.passes import finish_gqa_target
 from speccompile.graphs.target import TargetTail, survey
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtTarget
@@ -22,17 +20,12 @@ PROMPT = 11  # longer than the window of the sliding models
 TOLERANCE = 1e-5
 
 
-DIALECTS = {"gqa": (trace_gqa, finish_gqa_target), "scatter": (trace_scatter, finish_scatter)}
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_tree_and_commit_equal_eager(name: str, dialect: str, tmp_path: Path) -> None:
+def test_tree_and_commit_equal_eager(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = tiny_model(name)
-    trace, finish = DIALECTS[dialect]
-    graph = trace(model, survey(model, 128), TargetTail(True))
-    finish(graph)
+    graph = trace_gqa(model, survey(model, 128), TargetTail(True))
+    finish_gqa_target(graph)
     ir.save(graph, tmp_path / "target.onnx")
     cache = OrtTarget(tmp_path / "target.onnx", threads=1).open(64)
 

@@ -1,4 +1,4 @@
-"""The `scatter` dialect beyond what `test_architectures` asks of every dialect: batches, sixteen bits, its mask."""
+"""The `scatter` dialect: batches of texts with lengths and trees of their own, sixteen bits, its mask."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from speccompile.graphs.scatter import cast_model, mask_of_capacity, trace_scatt
 from speccompile.graphs.target import TargetTail, survey
 from speccompile.graphs.tree import TokenTree
 from speccompile.runtime.backends.ort import OrtCache, OrtTarget
-from tests.tiny.models import VOCAB, WINDOW, tiny_model
+from tests.tiny.models import ARCHITECTURES, VOCAB, WINDOW, tiny_model
 
-BATCHED = (
-    *("llama", "llama-tied", "qwen2", "qwen3", "mistral-window", "phi3", "phi", "gemma", "gemma2", "gemma3"),
-    *("olmo2", "granite", "cohere", "gpt_neox", "gpt2"),
-)
 HALVED = ("llama", "qwen3", "gemma2", "gpt2")
 CAPACITY = 48
+TOLERANCE = 1e-5
 TREES = (
     TokenTree((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)),
     TokenTree.chain(3),
@@ -71,7 +68,7 @@ def run_trees(cache: OrtCache, lengths: npt.NDArray[np.int64], tokens: npt.NDArr
     return out.logits.copy()
 
 
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_texts_of_a_batch_have_lengths_and_trees_of_their_own(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = tiny_model(name)
@@ -85,7 +82,22 @@ def test_texts_of_a_batch_have_lengths_and_trees_of_their_own(name: str, tmp_pat
     for row, tree in enumerate(TREES):
         for node in range(len(tree)):
             want = eager(model, prompts[row] + tokens[row, tree.ancestry(node)].tolist())
-            np.testing.assert_allclose(logits[row, node], want, atol=1e-4, rtol=0, err_msg=f"text {row}, node {node}")
+            np.testing.assert_allclose(
+                logits[row, node], want, atol=TOLERANCE, rtol=0, err_msg=f"text {row}, node {node}"
+            )
+
+    tree, batch = TREES[0], len(TREES)  # level by level, each node once, behind the levels before it
+    depths = np.broadcast_to(tree.depths, (batch, len(tree)))
+    whole = cache.run(
+        tokens, lengths[:, None] + depths, np.stack([tree.mask] * batch), tree.nodes, past_length=lengths
+    ).logits.copy()
+    for depth in range(tree.max_depth + 1):
+        level = np.flatnonzero(tree.depths == depth)
+        mask = np.stack([tree.mask[level, : level[-1] + 1]] * batch)
+        before = lengths + level[0]
+        out = cache.run(tokens[:, level], lengths[:, None] + depths[:, level], mask, np.arange(len(level)), before)
+        np.testing.assert_allclose(out.logits, whole[:, level], atol=TOLERANCE, rtol=0, err_msg=f"level {depth}")
+    run_trees(cache, lengths, tokens)
 
     # Each text keeps a path of its own, of its own length; the next tree stands behind it.
     paths = [tree.ancestry(len(tree) - 1) for tree in TREES]
@@ -98,7 +110,9 @@ def test_texts_of_a_batch_have_lengths_and_trees_of_their_own(name: str, tmp_pat
     for row, tree in enumerate(TREES):
         node = len(tree) - 1
         want = eager(model, prompts[row] + tokens[row, tree.ancestry(node)].tolist())
-        np.testing.assert_allclose(logits[row, node], want, atol=1e-4, rtol=0, err_msg=f"text {row} after its commit")
+        np.testing.assert_allclose(
+            logits[row, node], want, atol=TOLERANCE, rtol=0, err_msg=f"text {row} after its commit"
+        )
 
 
 @pytest.mark.parametrize("name", HALVED)
