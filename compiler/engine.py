@@ -49,9 +49,13 @@ from speccompile.graphs.manifest import file_info
 from speccompile.graphs.passes import FixCapacity, ForTensorrt, clean
 from speccompile.graphs.passes.for_tensorrt import ATTENTION
 from speccompile.runtime.backends.cuda import open_cuda
+from speccompile.runtime.backends.tensorrt import collecting_log
 from speccompile.runtime.bundle import Bundle
 
 DEFAULT_MAX_LENGTH = 4096
+ROWS = 64
+"""Caches have a multiple of so many rows. Keys and values of all layers lie in one block, B * Hkv * C * D numbers
+apart, and TensorRT wants addresses that are multiples of 256: with 64 rows of an even D and 16 bits, they are."""
 LEAST_MAX_TOKENS = 64
 USUAL_TOKENS = 8  # kernels are chosen for it; SmolLM2 in fp16: 281 MB, against 500 MB with a profile for T = 1 besides
 REPORT_SECONDS = 0.2
@@ -83,21 +87,23 @@ def build_engines(
     max_tree: int | None = None,
     report: Report = lambda _: None,
     force: bool = False,
+    lean: bool = False,
 ) -> list[EngineSet]:
     """Make the engines of all graphs of a bundle, for each target or for none.
 
     Args:
         trt: tensorrt or tensorrt_rtx.
         targets: such as "sm89"; default: the GPU that is there.
-        max_length: rows of the caches; default: the bundle's own limit, at most 4096.
+        max_length: rows of the caches, of which there are up to 63 more; default: the bundle's own limit, at most 4096.
         batch: most texts in one call.
         max_tree: most tokens in one call; default: 64, or as many as the bundle's tree has.
         report: called with what is being done.
         force: whether to replace engines of the same library version and target.
+        lean: whether tensorrt_lean shall be able to run them, too; of tensorrt only.
 
     Raises:
-        EngineError: when the bundle is of another dialect, a target is not to be had, TensorRT refuses a graph, or what
-            it made of one is not what the graph says.
+        EngineError: when the bundle is of another dialect, a target or `lean` is not to be had, TensorRT refuses a
+            graph, or what it made of one is not what the graph says.
         BundleError: when the bundle is damaged.
     """
     opened = Bundle.open(bundle)
@@ -108,6 +114,10 @@ def build_engines(
                 f"{bundle}: its graph '{name}' is in the dialect 'gqa', which TensorRT cannot read; build the bundle "
                 "with --dialect scatter."
             )
+    if lean and hasattr(trt, "ComputeCapability"):
+        raise EngineError(
+            f"--lean: {trt.__name__} has no lean runtime; leave the option out, or use --runtime tensorrt."
+        )
     chosen = choose_targets(trt, targets)
     for graph in manifest.graphs.values():
         _check_precision(graph.precision, chosen)
@@ -120,9 +130,10 @@ def build_engines(
             remedy = "remove it first" if force else "give --force to replace it"
             raise EngineError(f"{folder}: already exists; {remedy}.")
     log = collecting_log(trt)
+    log.take_errors(), log.take_warnings()  # of earlier builds that failed, or of what runs engines in this process
     with ExitStack() as stack:
         staging = {t: stack.enter_context(staged(folder, force, SIDECAR_FILE)) for t, folder in folders.items()}
-        made = {name: _build_graph(trt, log, opened, name, limits, staging, report) for name in manifest.graphs}
+        made = {name: _build_graph(trt, log, opened, name, limits, lean, staging, report) for name in manifest.graphs}
         sets = [
             EngineSet(
                 schema=ENGINES_SCHEMA,
@@ -132,6 +143,7 @@ def build_engines(
                 capacity=limits.capacity,
                 batch=limits.batch,
                 max_tokens=limits.tokens,
+                lean=lean,
                 engines={name: built[target].info for name, built in made.items()},
                 measured={
                     "seconds": {name: built[target].seconds for name, built in made.items()},
@@ -163,6 +175,7 @@ def _build_graph(
     bundle: Bundle,
     name: str,
     limits: Limits,
+    lean: bool,
     staging: Mapping[str, Path],
     report: Report,
 ) -> dict[str, Built]:
@@ -177,7 +190,7 @@ def _build_graph(
     for target, folder in staging.items():
         began = time.perf_counter()
         file = folder / f"{name}.engine"
-        inputs = parsed.build(limits, target, file, report)
+        inputs = parsed.build(limits, target, file, report, lean)
         written = file_info(file)
         info = EngineInfo(
             file=file.name,
@@ -239,17 +252,17 @@ def choose_limits(longest: int, nodes: int, max_length: int | None, batch: int, 
     Raises:
         EngineError: for a number out of range.
     """
-    capacity = min(longest, DEFAULT_MAX_LENGTH) if max_length is None else max_length
-    tokens = min(max(LEAST_MAX_TOKENS, nodes), capacity) if max_tree is None else max_tree
+    length = min(longest, DEFAULT_MAX_LENGTH) if max_length is None else max_length
+    tokens = min(max(LEAST_MAX_TOKENS, nodes), length) if max_tree is None else max_tree
     for option, value, most in (
-        ("--max-length", capacity, longest),
+        ("--max-length", length, longest),
         ("--batch", batch, None),
-        ("--max-tree", tokens, capacity),
+        ("--max-tree", tokens, length),
     ):
         if value < 1 or (most is not None and value > most):
             allowed = "1 or more" if most is None else f"1 to {most}"
             raise EngineError(f"{option}: {value} is out of range; use {allowed}.")
-    return Limits(capacity, batch, tokens, min(nodes, capacity))
+    return Limits(-(-length // ROWS) * ROWS, batch, tokens, min(nodes, length))
 
 
 def supported_targets(trt: ModuleType) -> list[str]:
@@ -372,7 +385,7 @@ class Parsed:
         check_attention(self.trt, self.name, self.network, count)
         check_cache(self.trt, self.name, self.network, self.aliases)
 
-    def build(self, limits: Limits, target: str, file: Path, report: Report) -> list[TensorInfo]:
+    def build(self, limits: Limits, target: str, file: Path, report: Report, lean: bool = False) -> list[TensorInfo]:
         """Write an engine to `file`.
 
         Returns:
@@ -381,14 +394,7 @@ class Parsed:
         doing = f"building the {self.name} for {target}"
         report(doing)
         inputs = self.inputs(limits)
-        profile = self.builder.create_optimization_profile()
-        for tensor in inputs:
-            profile.set_shape(tensor.name, tensor.smallest, tensor.usual, tensor.largest)
-        config = self.builder.create_builder_config()
-        config.add_optimization_profile(profile)
-        if hasattr(self.trt, "ComputeCapability"):
-            config.num_compute_capabilities = 1
-            config.set_compute_capability(self.trt.ComputeCapability.__members__[target.upper()], 0)
+        config = self.config(inputs, target, lean)
         with interrupts_held() as interrupted, file.open("wb") as stream:
             monitor, writer = _monitor(self.trt, doing, report, interrupted), _writer(self.trt, stream)
             config.progress_monitor = monitor
@@ -399,6 +405,23 @@ class Parsed:
         if not good:
             raise EngineError(f"{self.name}: TensorRT built no engine for {target} and does not say why.")
         return inputs
+
+    def config(self, inputs: Sequence[TensorInfo], target: str, lean: bool) -> Any:
+        """How an engine with these inputs is to be built."""
+        flags = self.trt.BuilderFlag
+        profile = self.builder.create_optimization_profile()
+        for tensor in inputs:
+            profile.set_shape(tensor.name, tensor.smallest, tensor.usual, tensor.largest)
+        config = self.builder.create_builder_config()
+        config.add_optimization_profile(profile)
+        config.clear_flag(flags.TF32)  # on by itself; it rounds what float32 products are made of to 10 bits
+        if lean:
+            config.set_flag(flags.VERSION_COMPATIBLE)
+            config.set_flag(flags.EXCLUDE_LEAN_RUNTIME)  # it is a package of its own
+        if hasattr(self.trt, "ComputeCapability"):
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(self.trt.ComputeCapability.__members__[target.upper()], 0)
+        return config
 
     def inputs(self, limits: Limits) -> list[TensorInfo]:
         """Inputs of the network, with the sizes they may have."""
@@ -433,32 +456,6 @@ def _aliases(graph: ir.Graph) -> dict[str, str]:
 
 
 # ---- TensorRT's callbacks ----
-
-
-def collecting_log(trt: ModuleType) -> Any:
-    class Log(trt.ILogger):  # type: ignore[name-defined]
-        """Keeps what TensorRT says; its own logger would print it."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-            self.warnings: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                self.errors.append(message)
-            elif severity == trt.ILogger.WARNING:
-                self.warnings.append(message)
-
-        def take_errors(self) -> list[str]:
-            taken, self.errors = self.errors, []
-            return taken
-
-        def take_warnings(self) -> list[str]:
-            taken, self.warnings = list(dict.fromkeys(self.warnings)), []
-            return taken
-
-    return Log()
 
 
 def _monitor(trt: ModuleType, doing: str, report: Report, interrupted: Callable[[], bool]) -> Any:

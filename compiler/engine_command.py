@@ -26,9 +26,14 @@ PACKAGES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # package -
     help="tensorrt builds for the GPU that is there; tensorrt-rtx for any it knows, without one.",
 )
 @click.option("--target", "targets", multiple=True, help="GPU, such as sm89; may be repeated. Default: the one here.")
-@click.option("--max-length", type=int, help="Most tokens of prompt and answer. Default: the bundle's, at most 4096.")
+@click.option(
+    "--max-length",
+    type=int,
+    help="Most tokens of prompt and answer, rounded up to 64s. Default: the bundle's, at most 4096.",
+)
 @click.option("--batch", type=int, default=1, show_default=True, help="Most texts in one call.")
 @click.option("--max-tree", type=int, help="Most tokens in one call. Default: 64, or the nodes of the bundle's tree.")
+@click.option("--lean", is_flag=True, help="tensorrt: for the package tensorrt-lean, too, which runs but cannot build.")
 @click.option("--force", is_flag=True, help="Replace engines of the same version and target.")
 @click.option("--verbose", is_flag=True, help="Show what TensorRT warned of.")
 @click.option("--json", "as_json", is_flag=True, help="Print what engines.json says, one object per target.")
@@ -39,6 +44,7 @@ def engine(
     max_length: int | None,
     batch: int,
     max_tree: int | None,
+    lean: bool,
     force: bool,
     verbose: bool,
     as_json: bool,
@@ -58,6 +64,7 @@ def engine(
             max_tree=max_tree,
             report=report,
             force=force,
+            lean=lean,
         )
     if verbose:
         for made in sets:

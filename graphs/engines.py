@@ -5,7 +5,7 @@ An engine cannot be opened without a GPU of its target, so all that must be know
     BUNDLE/engines/<runtime>-<version>-<target>/     runtime is the module's name: tensorrt or tensorrt_rtx
         target.engine, medusa.engine | draft.engine | eagle.engine
         engines.json   {"schema": 1, "runtime": ..., "version": ..., "target": "sm89",
-                        "capacity": C, "batch": largest B, "max_tokens": largest T,
+                        "capacity": C, "batch": largest B, "max_tokens": largest T, "lean": false,
                         "engines": {"target": {file, bytes, sha256, graph_sha256, inputs, outputs, aliases}, ...},
                         "measured": {...}}
 
@@ -80,6 +80,7 @@ class EngineSet:
         target: such as "sm89".
         capacity: rows C of their caches.
         batch, max_tokens: largest B and T.
+        lean: whether tensorrt_lean can run them, too.
         engines: by the manifest's name of the graph: "target", "medusa", ...
         measured: seconds, memory peak; for people.
     """
@@ -91,6 +92,7 @@ class EngineSet:
     capacity: int
     batch: int
     max_tokens: int
+    lean: bool
     engines: dict[str, EngineInfo]
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -124,6 +126,7 @@ class EngineSet:
             capacity=_count(whole, "capacity", "", source),
             batch=_count(whole, "batch", "", source),
             max_tokens=_count(whole, "max_tokens", "", source),
+            lean=_flag(whole, "lean", "", source),
             engines={name: _engine(entry, f"engines.{name}", source) for name, entry in engines.items()},
             measured=dict(_object(_field(whole, "measured", "", source), "measured", source)),
         )
@@ -239,4 +242,11 @@ def _count(data: Mapping[str, Any], name: str, where: str, source: str) -> int:
     value = _field(data, name, where, source)
     if type(value) is not int or value < 1:
         raise BundleError(f"{source}: field '{where}{name}' is {value!r}; expected a positive whole number.")
+    return value
+
+
+def _flag(data: Mapping[str, Any], name: str, where: str, source: str) -> bool:
+    value = _field(data, name, where, source)
+    if type(value) is not bool:
+        raise BundleError(f"{source}: field '{where}{name}' is {value!r}; expected true or false.")
     return value

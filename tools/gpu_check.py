@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from speccompile.graphs.errors import BundleError, SpecCompileError
 from speccompile.graphs.tree import TokenTree
@@ -49,10 +49,13 @@ from speccompile.runtime.text import Text
 MODEL = "smollm2-135m-instruct"
 METHODS = ("prompt-lookup", "medusa", "eagle")
 BUDGET = 450  # seconds for all lines
-LIMITS = {"machine": 60, "build": 240, "prompts": 60, "engines": 150, "answers": 90, "costs": 60}  # seconds
+LIMITS = {"machine": 60, "build": 300, "prompts": 60, "engines": 150, "answers": 90, "costs": 60}  # seconds
 LEAST = 5  # seconds: a line that gets less is not begun
 MAX_LENGTH = 2048
-NEW_TOKENS = 48
+NEW_TOKENS, ON_CPU = (
+    48,
+    16,
+)  # ONNX Runtime's CPU kernels are slow in sixteen bits: 0.3 s for a token of SmolLM2 on two cores
 TOKENS = (1, 4, 8, 16, 32)
 PAST = 200
 SWEEPS, WARM_UP = 25, 4  # a step is captured when its shape comes for the third time
@@ -181,33 +184,39 @@ def engines(bundle: str, module: str, target: str | None) -> Facts:
     }
 
 
-def answers(bundle: str, backend: str, provider: str | None, prompts: list[list[int]]) -> Facts:
-    """Answer every prompt plainly and speculatively, and judge each token on the CPU."""
+def answers(bundle: str, backend: str, provider: str | None, prompts: list[list[int]], seconds: float) -> Facts:
+    """Answer each prompt plainly and speculatively, as long as another should fit into `seconds`, and judge each token
+    on the CPU."""
+    began = time.monotonic()
     decoder = _load(bundle, backend, provider)
     own = backend == "onnxruntime" and provider is None
     judge = decoder.target if own else OrtTarget(decoder.bundle.graph("target")[0])
     share = TIES.get(decoder.bundle.manifest.graphs["target"].precision, TIE)
-    seconds, tokens, rounds = [0.0, 0.0], [0, 0], 0
+    spent, tokens, rounds = [0.0, 0.0], [0, 0], 0
     verdicts = dict.fromkeys(("equal", "ties", "different", "unlike_plain"), 0)
     largest = 0.0
-    for number, prompt in enumerate([prompts[0], *prompts]):  # the first one warms up
-        limit, plain = min(NEW_TOKENS, decoder.capacity - len(prompt)), list[int]()
+    if not own:
+        limit = min(NEW_TOKENS, decoder.capacity - len(prompts[0]))
+        for speculate in (False, True):  # warms up: kernels are loaded, and steps captured
+            decoder.generate(prompts[0], max_new_tokens=limit, speculate=speculate)
+    for number, prompt in enumerate(prompts, start=1):
+        limit, plain = min(ON_CPU if own else NEW_TOKENS, decoder.capacity - len(prompt)), list[int]()
         for speculate in (False, True):
             found = decoder.generate(prompt, max_new_tokens=limit, speculate=speculate)
-            if not number:
-                continue
             gaps, top = logit_gaps(judge, prompt, found.token_ids)
             verdicts[judged(gaps, share * top)] += 1
             largest = max(largest, float(gaps.max()))
-            seconds[speculate] += found.stats.decode_seconds
+            spent[speculate] += found.stats.decode_seconds
             tokens[speculate] += found.stats.emitted - 1
             if speculate:
                 rounds += found.stats.rounds
                 verdicts["unlike_plain"] += found.token_ids != plain
             plain = found.token_ids
-    plain_ms, speculative_ms = (1e3 * spent / max(count, 1) for spent, count in zip(seconds, tokens, strict=True))
+        if (time.monotonic() - began) * (number + 1) / number > seconds:
+            break
+    plain_ms, speculative_ms = (1e3 * taken / max(count, 1) for taken, count in zip(spent, tokens, strict=True))
     return {
-        "answers": 2 * len(prompts),
+        "answers": 2 * number,
         **verdicts,
         "largest_gap": largest,
         "plain_ms": plain_ms,
@@ -332,7 +341,8 @@ class Lines:
             limit: seconds; default: what `LIMITS` has for `name`.
             first: folder of packages that hide those of the same names, for this line.
         """
-        limit = min(limit or LIMITS[name], self.left)
+        wanted = limit or LIMITS[name]
+        limit = min(wanted, self.left)
         line = Line(name, runtime, bundle, "skipped", why="no time was left for it")
         self.done.append(line)
         if limit < LEAST:
@@ -341,6 +351,8 @@ class Lines:
         before = time.monotonic()
         line.outcome, line.why, line.facts = _in_a_process(step, given, limit, first)
         line.seconds = time.monotonic() - before
+        if line.outcome == "timed out" and limit < wanted:  # it may well have been about to end
+            line.outcome, line.why = "skipped", f"no more time was left: {line.why}"
         return line.facts if line.outcome == "ok" else None
 
     def skip(self, name: str, runtime: str, bundle: str, why: str) -> None:
@@ -446,20 +458,17 @@ class Runtime:
 
 def runtimes(facts: Facts) -> list[Runtime]:
     """What can be tried on this machine: what runs on the GPU, what only builds for one, ONNX Runtime's CPU kernels."""
-    gpu, versions = facts["gpu"], facts["versions"]
-    found = []
-    if gpu and "tensorrt" in versions:
-        found.append(Runtime(f"TensorRT {versions['tensorrt']}", "tensorrt"))
-    if "tensorrt_rtx" in versions:
+    gpu, found = facts["gpu"], []
+    if gpu and "tensorrt" in facts["versions"]:
+        found.append(Runtime("TensorRT", "tensorrt"))
+    if "tensorrt_rtx" in facts["versions"]:
         knows = bool(gpu) and gpu["target"] in facts["targets"].get("tensorrt_rtx", ())
         target = gpu["target"] if knows else ELSEWHERE
-        name = f"TensorRT-RTX {versions['tensorrt_rtx']}"
-        found.append(Runtime(name, "tensorrt_rtx", target=target, runs=knows))
+        found.append(Runtime("TensorRT-RTX", "tensorrt_rtx", target=target, runs=knows))
     if gpu and (facts["packages"] or CUDA_PROVIDER in facts["providers"]):
-        name = f"ONNX Runtime {versions.get(CUDA_PACKAGE, versions['onnxruntime'])}, CUDA"
-        found.append(Runtime(name, "onnxruntime", CUDA_PROVIDER, packages=facts["packages"]))
+        found.append(Runtime("ONNX Runtime, CUDA", "onnxruntime", CUDA_PROVIDER, packages=facts["packages"]))
     found.sort(key=lambda runtime: not runtime.runs)
-    return [*found, Runtime(f"ONNX Runtime {versions['onnxruntime']}, CPU", "onnxruntime", on_gpu=False)]
+    return [*found, Runtime("ONNX Runtime, CPU", "onnxruntime", on_gpu=False)]
 
 
 def check(
@@ -509,7 +518,15 @@ def try_out(
         lines.skip("answers", runtime.name, name, "there is no GPU that it knows")
         return
     given = {"bundle": str(bundle), "backend": runtime.backend, "provider": runtime.provider}
-    answered = lines.run("answers", runtime.name, name, answers, {**given, "prompts": prompts}, first=runtime.packages)
+    seconds = 0.8 * min(LIMITS["answers"], lines.left)  # the rest is for starting
+    answered = lines.run(
+        "answers",
+        runtime.name,
+        name,
+        answers,
+        {**given, "prompts": prompts, "seconds": seconds},
+        first=runtime.packages,
+    )
     if answered is None or not with_costs:
         return
     for captured in (True, False) if has_engines else (False,):
@@ -536,51 +553,59 @@ def ran_on_gpu(lines: Lines, facts: Facts) -> bool:
 # ---- what is said about it ----
 
 
-def table_of(lines: Lines) -> Table:
-    """A row for each runtime and bundle."""
-    table = Table(
-        "runtime",
-        "bundle",
-        "engines",
-        "plain",
-        "speculative",
-        "speed-up",
-        "a round",
-        "tokens",
-        *_cost_columns(),
-        box=SIMPLE_HEAD,
+def tables_of(lines: Lines) -> Iterator[tuple[Table, str]]:
+    """Each with what it means: engines, answers and the cost of verifying, of the lines that came to an end."""
+    whole = [line for line in lines.done if line.outcome == "ok"]
+    yield (
+        _table(
+            ("runtime", "bundle", "engine", "for", "size", "built in", "peak memory"),
+            [row for line in whole if line.name == "engines" for row in _engine_rows(line)],
+        ),
+        "Peak memory: of the process that built the engines of a bundle.",
     )
-    rows: dict[tuple[str, str], dict[str, Line]] = {}
-    for line in lines.done:
-        if line.runtime:
-            captured = line.runtime.endswith(" (captured)")
-            place = line.runtime.removesuffix(" (captured)"), line.bundle
-            rows.setdefault(place, {})["captured" if captured else line.name] = line
-    for (runtime, bundle), of in rows.items():
-        table.add_row(runtime, bundle, _engines_cell(of), *_answers_cells(of), *_cost_cells(of))
+    yield (
+        _table(
+            ("runtime", "bundle", "plain", "speculative", "gain", "a round", "answers"),
+            [_answers_row(line) for line in whole if line.name == "answers"],
+        ),
+        "Milliseconds are for a token, without the prompt; a round: tokens that a verifying call emitted. Equal: "
+        "answers of which every token is the best on the CPU, given those before; tied: those where one is as "
+        "good, within rounding.",
+    )
+    yield (
+        _table(
+            ("runtime", "bundle", "1 verified", *(f"{count}" for count in TOKENS[1:])),
+            [_costs_row(line) for line in whole if line.name == "costs"],
+        ),
+        "Time of a call for so many tokens, against that for one; captured: in a CUDA graph.",
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    first, *others, last = columns
+    wide = Column(first, min_width=len("TensorRT-RTX")), *(Column(name, no_wrap=True) for name in others)
+    table = Table(*wide, last, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # 80 columns will do
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _cost_columns() -> list[str]:
-    return [f"{TOKENS[0]} verified", *(f"{count}" for count in TOKENS[1:])]
+def _engine_rows(line: Line) -> Iterator[list[str]]:
+    facts, measured = line.facts, line.facts["measured"]
+    peak = measured["peak_bytes"]
+    memory = "" if peak is None else f"{peak / 1e9:.1f} GB"
+    for name, size in facts["bytes"].items():
+        seconds = f"{measured['seconds'][name]:.0f} s"
+        yield [line.runtime, line.bundle, name, facts["target"], f"{size / 1e6:.0f} MB", seconds, memory]
+        memory = '"'
 
 
-def _engines_cell(of: dict[str, Line]) -> str:
-    line = of.get("engines")
-    if line is None or line.outcome != "ok":
-        return "" if line is None else line.outcome
-    return (
-        f"{sum(line.facts['bytes'].values()) / 1e6:.0f} MB, {line.facts['build_seconds']:.0f} s, {line.facts['target']}"
-    )
-
-
-def _answers_cells(of: dict[str, Line]) -> list[str]:
-    line = of.get("answers")
-    if line is None or line.outcome != "ok":
-        return ["" if line is None else line.outcome, "", "", "", ""]
+def _answers_row(line: Line) -> list[str]:
     facts = line.facts
-    right = f"{facts['equal']} equal" + f", {facts['ties']} ties" * (facts["ties"] > 0)
+    right = f"{facts['equal']} equal" + f", {facts['ties']} tied" * (facts["ties"] > 0)
     return [
+        line.runtime,
+        line.bundle,
         f"{facts['plain_ms']:.2f} ms",
         f"{facts['speculative_ms']:.2f} ms",
         f"{facts['speedup']:.2f}x",
@@ -589,15 +614,13 @@ def _answers_cells(of: dict[str, Line]) -> list[str]:
     ]
 
 
-def _cost_cells(of: dict[str, Line]) -> list[str]:
-    """Milliseconds of one token, and multiples of that, captured before not captured."""
-    known = [of[name].facts["ms"] for name in ("captured", "costs") if name in of and of[name].outcome == "ok"]
-    cells = [" / ".join(f"{ms[0]:.2f} ms" for ms in known)]
-    return cells + [" / ".join(f"{ms[place] / ms[0]:.1f}x" for ms in known) for place in range(1, len(TOKENS))]
+def _costs_row(line: Line) -> list[str]:
+    one, *more = line.facts["ms"]
+    return [line.runtime, line.bundle, f"{one:.2f} ms", *(f"{ms / one:.1f}x" for ms in more)]
 
 
 def show(lines: Lines, facts: Facts | None, out: Console) -> None:
-    """Print the table, and what did not come to an end."""
+    """Print the tables, and what did not come to an end."""
     if facts is not None:
         gpu = facts["gpu"]
         versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -611,13 +634,11 @@ def show(lines: Lines, facts: Facts | None, out: Console) -> None:
         for name, why in facts["missing"].items():
             if name != "gpu":
                 out.print(f"{name}: not here ({why})", style="dim")
-    out.print(table_of(lines))
-    out.print(
-        "Milliseconds are for a token of an answer, without the prompt; a round: tokens that a verifying call emitted. "
-        "Tokens: answers of which every token is the best on the CPU given those before, or tied with it. Verified: "
-        "time of a call for so many tokens, captured in a CUDA graph / not captured.",
-        style="dim",
-    )
+    for table, meaning in tables_of(lines):
+        if table.row_count:
+            out.print(table)
+            out.print(meaning, style="dim")
+    out.print()
     for line in lines.done:
         if line.outcome != "ok":
             style = "yellow" if line.outcome == "skipped" else "red"
@@ -662,7 +683,7 @@ def main(
     console = Console()
     work.mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
-        lines = Lines(budget, status.update)
+        lines = Lines(budget, status.update if console.is_terminal else console.print)
         named = {path.name.removesuffix(".bundle"): path for path in bundles}
         facts = check(lines, named, model, work, precision, packages)
     show(lines, facts, console)

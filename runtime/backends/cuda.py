@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from threading import RLock
 from typing import Any
 
@@ -18,13 +20,18 @@ from speccompile.graphs.errors import BundleError, GenerationError
 ALIGNMENT = 256
 """What an address of a tensor is a multiple of (IExecutionContext.set_tensor_address asks for no more)."""
 
+_discarded: deque[tuple[Callable[[Any], object], Any]] = deque()
+"""What frees, and what nothing refers to any more."""
+
+_recording = False  # somewhere in this process; changed under `Cuda.lock`
+
 
 class Cuda:
     """The first device, and one stream on it.
 
     All work of a backend goes through this one stream, under `lock`, so that what two threads ask for does not mix:
     contexts of an engine share their scratch memory, and a stream that is being recorded may get nothing else, nor be
-    waited for.
+    waited for. The lock is the process's, as are the errors that a library logs.
 
     Args:
         runtime: `cuda.bindings.runtime`, or what behaves like it. Its functions return (status, *values).
@@ -32,6 +39,8 @@ class Cuda:
     Raises:
         BundleError: when there is no device, or no driver for it.
     """
+
+    lock = RLock()
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
@@ -48,7 +57,6 @@ class Cuda:
         self.target = f"sm{major}{minor}"
         self.stream = self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         self.stream_handle = int(self.stream)
-        self.lock = RLock()
         self._to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._to_host = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._within = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
@@ -66,9 +74,10 @@ class Cuda:
     def device_memory(self, size: int) -> DeviceMemory:
         """`size` bytes on the device, all zero."""
         size = max(size, 1)
-        memory = DeviceMemory(self._call("cudaMalloc", size))
-        weakref.finalize(memory, self._runtime.cudaFree, memory.address).atexit = False  # the driver may be gone then
         with self.lock:
+            _free_discarded()
+            memory = DeviceMemory(self._call("cudaMalloc", size))
+            self._freed_with(memory, "cudaFree", memory.address)
             self._call("cudaMemsetAsync", memory.address, 0, size, self.stream)
         return memory
 
@@ -77,9 +86,14 @@ class Cuda:
         size = max(size, 1)
         address = int(self._call("cudaHostAlloc", size, self._runtime.cudaHostAllocDefault))
         pages = (ctypes.c_uint8 * size).from_address(address)
-        weakref.finalize(pages, self._runtime.cudaFreeHost, address).atexit = False
+        self._freed_with(pages, "cudaFreeHost", address)
         ctypes.memset(address, 0, size)
         return np.ctypeslib.as_array(pages)  # holds on to `pages`, as its views do
+
+    def _freed_with(self, owner: object, name: str, handle: Any) -> None:
+        """Let the function `name` free `handle` some time after `owner` has gone."""
+        finalizer = weakref.finalize(owner, _discard, getattr(self._runtime, name), handle)
+        finalizer.atexit = False  # the driver may be gone then
 
     # ---- work on the stream ----
 
@@ -96,6 +110,7 @@ class Cuda:
     def synchronize(self) -> None:
         """Wait until all work is done."""
         self._call("cudaStreamSynchronize", self.stream)
+        _free_discarded()
 
     # ---- recorded work ----
 
@@ -105,6 +120,19 @@ class Cuda:
         Raises:
             GenerationError: when something in it cannot be recorded; the stream is then as it was.
         """
+        global _recording
+        with self.lock:
+            _recording = True
+            try:
+                executable = self._recorded(work)
+            finally:
+                _recording = False
+                _free_discarded()
+            recording = Recording(executable)
+            self._freed_with(recording, "cudaGraphExecDestroy", executable)
+        return recording
+
+    def _recorded(self, work: Callable[[], None]) -> Any:
         runtime = self._runtime
         self._call(
             "cudaStreamBeginCapture", self.stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -117,16 +145,35 @@ class Cuda:
             raise
         try:
             graph = self._call("cudaStreamEndCapture", self.stream)
-            recording = Recording(self._call("cudaGraphInstantiate", graph, 0))
+            executable = self._call("cudaGraphInstantiate", graph, 0)
         except GenerationError:
             runtime.cudaGetLastError()
             raise
         runtime.cudaGraphDestroy(graph)
-        weakref.finalize(recording, runtime.cudaGraphExecDestroy, recording.executable).atexit = False
-        return recording
+        return executable
 
     def replay(self, recording: Recording) -> None:
         self._call("cudaGraphLaunch", recording.executable, self.stream)
+
+
+def _discard(free: Callable[[Any], object], handle: Any) -> None:
+    """What the end of an object calls: in any thread, between any two lines."""
+    _discarded.append((free, handle))
+    _free_discarded()
+
+
+def _free_discarded() -> None:
+    """Free what was discarded, unless something is being recorded, which that would end, or another thread is at work:
+    then whoever comes next does it."""
+    if not _discarded or not Cuda.lock.acquire(blocking=False):
+        return
+    try:
+        with suppress(IndexError):  # it may be called in the midst of itself, too
+            while not _recording:
+                free, handle = _discarded.popleft()
+                free(handle)
+    finally:
+        Cuda.lock.release()
 
 
 class DeviceMemory:

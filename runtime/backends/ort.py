@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -33,8 +34,11 @@ RTX_PROVIDER = "NvTensorRTRTXExecutionProvider"
 GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider", RTX_PROVIDER)
 """Those that read keys and values where CUDA has put them."""
 
-DEVICE = "cuda"
+DEVICE, VENDOR = "cuda", ort.OrtDeviceVendorId.NVIDIA
 """Where that is, as ONNX Runtime calls it."""
+
+PROVIDER_OPTIONS = {"CUDAExecutionProvider": {"use_tf32": "0"}}
+"""TF32 would round what float32 products are made of to 10 bits."""
 
 RTX_PACKAGE = "onnxruntime-ep-nv-tensorrt-rtx"
 KEPT_SHAPES = 128
@@ -49,6 +53,8 @@ _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(bool)": np.bool_,
 }
+
+Binder = Callable[[Any], dict[str, ort.OrtValue]]
 
 _pool_is_shared = False  # since `share_threads` was called
 
@@ -125,7 +131,7 @@ def _open(path: Path, threads: int | None, provider: str, spin: bool) -> ort.Inf
     else:
         options.intra_op_num_threads, options.inter_op_num_threads = threads or available_cores(), 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
-    chosen: dict[str, Any] = {"providers": [provider]}
+    chosen: dict[str, Any] = {"providers": [provider], "provider_options": [PROVIDER_OPTIONS.get(provider, {})]}
     if provider == RTX_PROVIDER:
         options.add_provider_for_devices(_rtx_devices(), {})
         chosen = {}
@@ -229,7 +235,6 @@ class OrtTarget:
         fall_back: bool = False,
     ) -> None:
         self.session = open_session(path, threads, provider, spin, fall_back)
-        self.cuda: Cuda | None = open_cuda() if self.session.get_providers()[0] in GPU_PROVIDERS else None
         inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self.layers = sum(name.startswith("past_key_values.") for name in inputs) // 2
@@ -237,6 +242,8 @@ class OrtTarget:
         if not self.layers or set(inputs) - {contract.FEATURES} != set(expected):
             odd = sorted((set(inputs) - {contract.FEATURES}) ^ set(expected))
             raise BundleError(f"{path}: inputs {odd} differ from the graph contract; rebuild the bundle.")
+        self.on_gpu = _is_on_gpu(self.session)
+        self.cuda: Cuda | None = open_cuda() if self.on_gpu and _reads_cache_on_gpu(self.session) else None
         first = inputs[contract.past_names(self.layers)[0]]
         self.kv_heads, self.head_dim = int(first.shape[1]), int(first.shape[3])
         if first.type not in _DTYPES:
@@ -253,6 +260,20 @@ class OrtTarget:
     def open(self, capacity: int, batch: int = 1) -> OrtCache:
         """A fresh, empty cache of `capacity` tokens for `batch` rows."""
         return OrtCache(self, capacity, batch) if self.cuda is None else OrtGpuCache(self, capacity, batch)
+
+
+def _is_on_gpu(session: ort.InferenceSession) -> bool:
+    return session.get_providers()[0] in GPU_PROVIDERS
+
+
+def _reads_cache_on_gpu(session: ort.InferenceSession) -> bool:
+    """Whether keys and values of all layers are read where CUDA puts them. A provider leaves nodes that it cannot run
+    to the CPU, and their inputs with them."""
+    return all(
+        place.device_vendor_id == VENDOR and place.device_mem_type == ort.OrtDeviceMemoryType.DEFAULT
+        for value, place in zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+        if value.name.startswith("past_key_values.")
+    )
 
 
 class OrtCache:
@@ -297,6 +318,8 @@ class OrtCache:
         for array, value in zip(call.inputs, given, strict=False):  # only heads have an array for `features`
             array[...] = value
         before = perf_counter()
+        if self.target.on_gpu:
+            _bind_anew(call.io, call.on_host)
         self.target.session.run_with_iobinding(call.io)
         self.seconds = perf_counter() - before
         return call.output
@@ -314,14 +337,17 @@ class OrtCache:
         assert 0 <= length <= self.length
         self.length = length
 
-    def binder(self) -> Callable[[Any], None]:
-        """What binds keys and values, past and present of a layer to the same place."""
+    def binder(self) -> Binder:
+        """What binds keys and values, past and present of a layer to the same place; it returns the inputs that lie in
+        the host's memory."""
         values = [ort.OrtValue.ortvalue_from_numpy(part) for part in self.buffer]
+        on_host = dict(zip(contract.past_names(self.target.layers), values, strict=True))
 
-        def bind(io: Any) -> None:
+        def bind(io: Any) -> dict[str, ort.OrtValue]:
             for (past, present), value in zip(_cache_names(self.target), values, strict=True):
                 io.bind_ortvalue_input(past, value)
                 io.bind_ortvalue_output(present, value)
+            return on_host
 
         return bind
 
@@ -342,16 +368,25 @@ class OrtGpuCache(OrtCache):
         self._cuda.synchronize()
         self.length += len(nodes)
 
-    def binder(self) -> Callable[[Any], None]:
+    def binder(self) -> Binder:
         """See `OrtCache`."""
 
-        def bind(io: Any) -> None:
+        def bind(io: Any) -> dict[str, ort.OrtValue]:
             for (past, present), address in zip(_cache_names(self.target), self.keys_values.addresses, strict=True):
                 place = DEVICE, 0, self.target.kv_dtype, self._place_shape, address
                 io.bind_input(past, *place)
                 io.bind_output(present, *place)
+            return {}
 
         return bind
+
+
+def _bind_anew(io: Any, values: dict[str, ort.OrtValue]) -> None:
+    """Bind inputs that have been filled. For a provider on the GPU, binding an array of the host copies it; it would
+    compute on what was there when it was first bound."""
+    for name, value in values.items():
+        io.bind_ortvalue_input(name, value)
+    io.synchronize_inputs()
 
 
 def _cache_names(target: OrtTarget) -> Iterator[tuple[str, str]]:
@@ -368,17 +403,19 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Call:
-    """What calls of one shape read and write, bound. `inputs` are in the order of `OrtCache.run`'s arguments."""
+    """What calls of one shape read and write, bound. `inputs` are in the order of `OrtCache.run`'s arguments; `on_host`
+    is all that is read from the host's memory."""
 
     io: Any
     inputs: tuple[Array, ...]
     output: StepOutput
+    on_host: dict[str, ort.OrtValue]
 
 
 class _Calls:
     """The calls of one cache, by shape. They share keys and values, and buffers for the rest."""
 
-    def __init__(self, target: OrtTarget, batch: int, bind_cache: Callable[[Any], None]) -> None:
+    def __init__(self, target: OrtTarget, batch: int, bind_cache: Binder) -> None:
         self._target, self._batch, self._bind_cache = target, batch, bind_cache
         self._buffers: dict[str, Array] = {}
         self._parts: dict[tuple[str, tuple[int, ...]], _Part] = {}
@@ -396,7 +433,7 @@ class _Calls:
 
     def _make(self, shape: tuple[int, int, int]) -> _Call:
         target, io = self._target, self._target.session.io_binding()
-        self._bind_cache(io)
+        on_host = self._bind_cache(io)
         exact, roomy = (
             call_shapes(target, self._batch, *sizes) for sizes in (shape, [-(-size // ROOM) * ROOM for size in shape])
         )
@@ -409,7 +446,8 @@ class _Calls:
         for name, part in parts.items():
             io.bind_ortvalue_output(name, part.value)
         output = StepOutput(**{name: part.array for name, part in parts.items()})
-        return _Call(io, tuple(part.array for part in inputs.values()), output)
+        on_host = {**on_host, **{name: part.value for name, part in inputs.items()}}
+        return _Call(io, tuple(part.array for part in inputs.values()), output, on_host)
 
     def _part(self, name: str, kind: type, shape: tuple[int, ...], room: int) -> _Part:
         """The front of the buffer `name`, which is made anew with `room` when it is too small."""
@@ -443,21 +481,26 @@ class OrtHeads:
         self.hidden = np.zeros((1, 1, self.width), np.float32)
         shape = (1, 1, self.heads, self.top_k)
         self.ids, self.logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        self._lock = Lock()  # one set of arrays for all sequences
         arrays = (self.hidden, self.ids, self.logprobs)
         self._kept = hidden_value, ids_value, logprobs_value = [
             ort.OrtValue.ortvalue_from_numpy(array) for array in arrays
         ]
+        self._on_gpu, self._on_host = _is_on_gpu(self.session), {contract.HIDDEN: hidden_value}
         self.io.bind_ortvalue_input(contract.HIDDEN, hidden_value)
         self.io.bind_ortvalue_output(contract.TOPK_IDS, ids_value)
         self.io.bind_ortvalue_output(contract.TOPK_LOGPROBS, logprobs_value)
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
         """See `step.Heads`."""
-        self.hidden[0, 0] = hidden
-        before = perf_counter()
-        self.session.run_with_iobinding(self.io)
-        self.seconds = perf_counter() - before
-        return self.ids[0, 0], self.logprobs[0, 0]
+        with self._lock:
+            self.hidden[0, 0] = hidden
+            before = perf_counter()
+            if self._on_gpu:
+                _bind_anew(self.io, self._on_host)
+            self.session.run_with_iobinding(self.io)
+            self.seconds = perf_counter() - before
+            return self.ids[0, 0].copy(), self.logprobs[0, 0].copy()
 
 
 def _first_line(error: Exception) -> str:

@@ -131,7 +131,8 @@ class Heads(Protocol):
     seconds: float
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
-        """hidden float32 [F] -> ids int64 [heads,K], logprobs float32 [heads,K]: views the next call overwrites."""
+        """hidden float32 [F] -> ids int64 [heads,K], logprobs float32 [heads,K], which no later call overwrites. All
+        sequences share the heads, so several threads may call this."""
 
 
 class Graphs(Protocol):

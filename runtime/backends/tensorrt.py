@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib
 import math
 import mmap
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,6 +47,12 @@ first call behind a change of shape, which must not be repeated."""
 
 KEPT_RECORDINGS = 8
 """Of one cache; each has an execution context of its own."""
+
+IDLE_RUNS = 256
+"""A recording gives way to a new one when so many other calls have come since it was last used. One that gave way to
+any other shape would be gone when its own comes again, and recording costs more than it saves in a few calls."""
+
+KEPT_WARNINGS = 256
 
 _DTYPES = {
     "INT64": "int64",
@@ -82,6 +89,12 @@ class TrtGraphs:
         self._folder, self._set = bundle.engines(
             built_by, self._module.__version__, self._cuda.target, check_hashes=check_hashes
         )
+        if backend == "tensorrt_lean" and not self._set.lean:
+            raise BundleError(
+                f"{self._folder / SIDECAR_FILE}: these engines need the whole of tensorrt, and tensorrt_lean "
+                f"opens only those made for it; build them again with 'speccompile engine {bundle.path} "
+                "--runtime tensorrt --lean --force'."
+            )
         self.capacity = self._set.capacity
 
     def target(self, name: str = "target") -> TrtTarget:
@@ -105,26 +118,30 @@ class Engine:
     def __init__(self, module: Any, cuda: Cuda, path: Path, info: EngineInfo) -> None:
         self.module, self.cuda, self.path, self.info = module, cuda, path, info
         self.inputs = {tensor.name: tensor for tensor in info.inputs}
-        self.log = _log(module)
-        self._runtime = module.Runtime(self.log)
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            self._engine = self._runtime.deserialize_cuda_engine(data)
-        if self._engine is None:
-            raise BundleError(f"{path}: {module.__name__} cannot open this engine ({self.log.take()}); {REMEDY}")
-        self._check_tensors()
+        self.log = collecting_log(module)
+        with cuda.lock:
+            self.log.take_errors()  # not about this engine
+            self._runtime = module.Runtime(self.log)
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                self._engine = self._runtime.deserialize_cuda_engine(data)
+            if self._engine is None:
+                said = _first_sentence(self.log.take_errors())
+                raise BundleError(f"{path}: {module.__name__} cannot open this engine ({said}); {REMEDY}")
+            self._check_tensors()
         self._scratch_bytes = int(self._engine.device_memory_size_v2)
         self._scratch = cuda.device_memory(self._scratch_bytes)
+        self._kernels: Any = None  # that TensorRT-RTX has made for shapes, for all contexts
 
     def _check_tensors(self) -> None:
         names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
         found = {name: self._described(name) for name in names}
         listed = {
-            tensor.name: f"{kind} {tensor.dtype} {tensor.shape} on the device"
+            tensor.name: _Described(kind, tensor.dtype, tuple(tensor.shape), "device")
             for kind, tensors in (("input", self.info.inputs), ("output", self.info.outputs))
             for tensor in tensors
         }
         for name in sorted(found.keys() | listed.keys()):
-            if found.get(name) != listed.get(name):
+            if name not in found or name not in listed or not found[name].agrees(listed[name]):
                 raise BundleError(
                     f"{self.path}: tensor '{name}' is {found.get(name, 'missing')} but {SIDECAR_FILE} says "
                     f"{listed.get(name, 'nothing of it')}; {REMEDY}"
@@ -136,12 +153,12 @@ class Engine:
                     f"{REMEDY}"
                 )
 
-    def _described(self, name: str) -> str:
+    def _described(self, name: str) -> _Described:
         engine, module = self._engine, self.module
         kind = "input" if engine.get_tensor_mode(name) == module.TensorIOMode.INPUT else "output"
-        dtype, shape = engine.get_tensor_dtype(name).name, list(engine.get_tensor_shape(name))
+        dtype, shape = engine.get_tensor_dtype(name).name, tuple(engine.get_tensor_shape(name))
         on_device = engine.get_tensor_location(name) == module.TensorLocation.DEVICE
-        return f"{kind} {_DTYPES.get(dtype, dtype)} {shape} on the {'device' if on_device else 'host'}"
+        return _Described(kind, _DTYPES.get(dtype, dtype), shape, "device" if on_device else "host")
 
     @property
     def records_itself(self) -> bool:
@@ -149,17 +166,25 @@ class Engine:
         kernels that it makes for a shape are ready."""
         return hasattr(self.module, "CudaGraphStrategy")
 
-    def context(self) -> Any:
+    def context(self, one_shape: bool = False) -> Any:
         """A new execution context. All contexts use the same scratch memory, so only one may run at a time.
+
+        Args:
+            one_shape: whether its shapes and addresses will stay. Where the library records by itself, any other
+                context would throw away what it has recorded with every change.
 
         Raises:
             GenerationError: when the library cannot make one.
         """
         managed = self.module.ExecutionContextAllocationStrategy.USER_MANAGED
         if self.records_itself:
+            strategies = self.module.CudaGraphStrategy
             config = self._engine.create_runtime_config()
             config.set_execution_context_allocation_strategy(managed)
-            config.cuda_graph_strategy = self.module.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+            config.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE if one_shape else strategies.DISABLED
+            if self._kernels is None:
+                self._kernels = config.create_runtime_cache()
+            config.set_runtime_cache(self._kernels)  # else each context would compile its own
             context = self._engine.create_execution_context(config)
         else:
             context = self._engine.create_execution_context(managed)
@@ -168,13 +193,33 @@ class Engine:
         return context
 
     def require(self, worked: bool, otherwise: str) -> None:
-        """Turn a failure of the library into an error that says what it logged.
+        """Turn a failure of the library into an error that says what it logged. To be called under the lock that what
+        is being judged was done under.
 
         Raises:
             GenerationError: when `worked` is False or the library has logged an error.
         """
         if not worked or self.log.errors:
-            raise GenerationError(f"{self.path}: {otherwise} ({self.log.take()}); {REMEDY}")
+            raise GenerationError(f"{self.path}: {otherwise} ({_first_sentence(self.log.take_errors())}); {REMEDY}")
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What an engine or its sidecar says of a tensor."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.dtype} {list(self.shape)} on the {self.place}"
+
+    def agrees(self, other: _Described) -> bool:
+        """Where the network has -1, an engine may have a size: the only one that its profile allows."""
+        exact = ((each.kind, each.dtype, len(each.shape), each.place) for each in (self, other))
+        sizes = zip(self.shape, other.shape, strict=False)
+        return len(set(exact)) == 1 and all(one == two or -1 in (one, two) for one, two in sizes)
 
 
 class TrtTarget:
@@ -301,15 +346,17 @@ class TrtHeads:
             contract.TOPK_IDS: (np.int64, (1, 1, self.heads, self.top_k)),
             contract.TOPK_LOGPROBS: (np.float32, (1, 1, self.heads, self.top_k)),
         }
+        self._lock = cuda.lock
         self._calls = _Calls(Engine(module, cuda, path, info), shapes)
         self._call = self._calls.make((1, 1, 1), shapes)
 
     def run(self, hidden: Array) -> tuple[Array, Array]:
         """See `step.Heads`."""
-        self._call.inputs[0][0, 0] = hidden
-        self.seconds = self._calls.run(self._call)
-        outputs = self._call.outputs
-        return outputs[contract.TOPK_IDS][0, 0], outputs[contract.TOPK_LOGPROBS][0, 0]
+        with self._lock:
+            self._call.inputs[0][0, 0] = hidden
+            self.seconds = self._calls.run(self._call)
+            ids, logprobs = (self._call.outputs[name][0, 0] for name in (contract.TOPK_IDS, contract.TOPK_LOGPROBS))
+            return ids.copy(), logprobs.copy()
 
 
 @dataclass(eq=False)
@@ -328,8 +375,10 @@ class _Call:
     bytes_in: int
     bytes_out: int
     runs: int = 0
-    context: Any = None  # of its own, once it is recorded
+    last: int = 0  # the number of its last run
+    context: Any = None  # of its own, once it has come often enough
     recording: Recording | None = None
+    recordable: bool = True
 
 
 class _Calls:
@@ -360,8 +409,9 @@ class _Calls:
         self._device_left, self._bytes_left = self._cuda.device_memory(bytes_left), bytes_left
         self._host_left: npt.NDArray[np.uint8] | None = None  # made when somebody asks for it
         self._calls: dict[tuple[int, int, int], _Call] = {}
-        self._recorded: list[_Call] = []  # the one that was used last comes last
-        self._context = self._context_of_all()
+        self._settled: list[_Call] = []  # those with a context of their own
+        with self._cuda.lock:
+            self._context = self._context_of_all()
         self._told: _Call | None = None  # whose shapes and addresses `_context` has
         self._number = 0  # of the last run
         self._fetched: dict[str, Array] = {}  # of the last run
@@ -380,7 +430,7 @@ class _Calls:
             if name in engine.inputs:
                 self._check_shape(engine.inputs[name], shape)
         if len(self._calls) == KEPT_SHAPES:
-            del self._calls[next(key for key, call in self._calls.items() if call.recording is None)]
+            del self._calls[next(key for key, call in self._calls.items() if call.context is None)]
         going_in, coming_out, left = self._grouped(shapes)
         (places_in, bytes_in), (places_out, bytes_out), (places_left, _) = map(_pack, (going_in, coming_out, left))
         addresses = {
@@ -404,7 +454,7 @@ class _Calls:
         return call
 
     def run(self, call: _Call) -> float:
-        """Copy in, run, copy back and wait; the seconds that took.
+        """Copy in, run, copy back and wait; the seconds that took, but for making a context.
 
         Raises:
             GenerationError: when the engine fails.
@@ -412,23 +462,32 @@ class _Calls:
         self._number += 1
         self._fetched.clear()
         with self._cuda.lock:
+            call.runs, call.last = call.runs + 1, self._number
+            if settles := call.context is None and call.recordable and call.runs >= RECORD_AFTER and self._has_room():
+                context = self._context_of_all(one_shape=True)
+                self._tell(context, call)
+                call.context = context
+                self._settled.append(call)
             before = perf_counter()
-            call.runs += 1
-            records = call.runs == RECORD_AFTER and not self._engine.records_itself
             if call.recording is not None:
                 self._cuda.replay(call.recording)
-                self._recorded.remove(call)
-                self._recorded.append(call)
             else:
-                if records:
-                    call.context = self._context_of_all()
-                    self._tell(call.context, call)
                 self._enqueue(call)
             self._cuda.synchronize()
             seconds = perf_counter() - before
-            if records:
+            if settles and not self._engine.records_itself:
                 self._record(call)
         return seconds
+
+    def _has_room(self) -> bool:
+        """Whether one more call may have a context of its own, for which one that is not used any more goes."""
+        if len(self._settled) == KEPT_RECORDINGS:
+            oldest = min(self._settled, key=lambda call: call.last)
+            if self._number - oldest.last <= IDLE_RUNS:
+                return False
+            self._settled.remove(oldest)
+            oldest.context, oldest.recording, oldest.runs = None, None, 0
+        return True
 
     def left_behind(self, call: _Call) -> dict[str, Any]:
         """By name, what fetches an output of the run that has just been made."""
@@ -465,17 +524,13 @@ class _Calls:
         try:
             call.recording = self._cuda.record(partial(self._enqueue, call))
         except GenerationError:  # not every engine can be recorded; it runs as it did before
-            call.context = None
-            self._engine.log.take()
-            return
-        self._recorded.append(call)
-        if len(self._recorded) > KEPT_RECORDINGS:
-            oldest = self._recorded.pop(0)
-            oldest.context, oldest.recording, oldest.runs = None, None, 0
+            self._settled.remove(call)
+            call.context, call.recordable = None, False
+            self._engine.log.take_errors()
 
-    def _context_of_all(self) -> Any:
+    def _context_of_all(self, one_shape: bool = False) -> Any:
         """A context that knows keys and values."""
-        context = self._engine.context()
+        context = self._engine.context(one_shape)
         for name, shape in self._bound_shapes.items():
             self._engine.require(context.set_input_shape(name, shape), f"'{name}' cannot have shape {list(shape)}")
         for name, address in self._bound.items():
@@ -518,22 +573,41 @@ def _view(block: npt.NDArray[np.uint8], place: int, kind: type[np.generic], shap
     return block[place : place + size].view(kind).reshape(shape)
 
 
-def _log(module: Any) -> Any:
-    """A logger of the library that keeps its errors."""
+def _first_sentence(errors: Sequence[str]) -> str:
+    """Of what a library has logged."""
+    first = errors[0].strip().splitlines()[0] if errors else "it says nothing of why"
+    return first.partition(". ")[0].rstrip(".")[:300]
+
+
+@cache
+def collecting_log(module: Any) -> Any:
+    """The logger of a library, which keeps what it says. A process has one and never frees it: the library may keep the
+    first that it was given, and call it as long as anything of it is alive.
+
+    Its errors are the process's, so whoever runs engines reads and clears them under `Cuda.lock`.
+    """
 
     class Log(module.ILogger):
         def __init__(self) -> None:
             module.ILogger.__init__(self)
             self.errors: list[str] = []
+            self.warnings: deque[str] = deque(maxlen=KEPT_WARNINGS)
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (module.ILogger.INTERNAL_ERROR, module.ILogger.ERROR):
                 self.errors.append(message)
+            elif severity == module.ILogger.WARNING:
+                self.warnings.append(message)
 
-        def take(self) -> str:
-            """The first sentence of what was logged since, which is forgotten."""
-            first = self.errors[0].strip().splitlines()[0] if self.errors else "it says nothing of why"
-            self.errors.clear()
-            return first.partition(". ")[0].rstrip(".")[:300]
+        def take_errors(self) -> list[str]:
+            """What was logged since; it is forgotten."""
+            taken, self.errors = self.errors, []
+            return taken
+
+        def take_warnings(self) -> list[str]:
+            """The same, each once."""
+            taken = list(dict.fromkeys(self.warnings))
+            self.warnings.clear()
+            return taken
 
     return Log()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import onnx
@@ -62,7 +63,9 @@ def int4_bundle(smollm2: Path, unproved: pytest.MonkeyPatch, tmp_path_factory: p
 
 
 @pytest.mark.parametrize("which", ["medusa_bundle", "int4_bundle"])
-def test_engines_for_three_generations(which: str, request: pytest.FixtureRequest) -> None:
+def test_engines_for_three_generations(
+    which: str, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     bundle: Path = request.getfixturevalue(which)
     sets = build_engines(trt, bundle, targets=TARGETS, max_length=CAPACITY)
     manifest = Bundle.open(bundle).manifest
@@ -75,6 +78,13 @@ def test_engines_for_three_generations(which: str, request: pytest.FixtureReques
             require_contract(bundle / manifest.graphs[name].file, info.inputs, info.outputs, info.aliases)
             require_weights(bundle / manifest.graphs[name].file, info.bytes)
             assert (folder / info.file).stat().st_size == info.bytes
+            seconds, peak = made.measured["seconds"][name], made.measured["peak_bytes"]
+            precision = manifest.graphs[name].precision
+            record_property(
+                "measured",
+                f"engine of SmolLM2's {name} in {precision} for {made.target}: {info.bytes / 1e6:.1f} MB, "
+                f"{seconds:.1f} s, peak of the process {peak / 1e6:.0f} MB",
+            )
         assert made.measured["peak_bytes"] < 8e9
     require_attention(bundle, "target", 30)
 
@@ -86,6 +96,7 @@ def test_engines_that_draft(
     medusa_bundle: Path,
     unproved: pytest.MonkeyPatch,
     tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     def copied(_source: object, _found: object, _tail: object, plan: building.Plan) -> GraphInfo:
         for file in medusa_bundle.glob("target.onnx*"):
@@ -101,10 +112,15 @@ def test_engines_that_draft(
     parsed = require_attention(bundle, method, manifest.drafting.layers)
     limits = choose_limits(manifest.target.max_length, 16, CAPACITY, 1, None)
     for target in TARGETS:
-        file = tmp_path / f"{target}.engine"
+        file, began = tmp_path / f"{target}.engine", perf_counter()
         inputs = parsed.build(limits, target, file, lambda _: None)
         require_contract(bundle / f"{method}.onnx", inputs, parsed.outputs(), parsed.aliases)
-        require_weights(bundle / f"{method}.onnx", file.stat().st_size)
+        size = file.stat().st_size
+        require_weights(bundle / f"{method}.onnx", size)
+        seconds = perf_counter() - began
+        record_property(
+            "measured", f"engine of SmolLM2's {method} in fp16 for {target}: {size / 1e6:.1f} MB, {seconds:.1f} s"
+        )
 
 
 def require_contract(path: Path, inputs: list[TensorInfo], outputs: list[TensorInfo], aliases: dict[str, str]) -> None:

@@ -37,5 +37,5 @@ def hang(marker: str) -> dict[str, Any]:
     return {}
 
 
-def version_of(module: str) -> dict[str, Any]:
-    return {"version": importlib.import_module(module).__version__}
+def place_of(module: str) -> dict[str, Any]:
+    return {"place": importlib.import_module(module).__file__}

@@ -8,7 +8,10 @@ something open, the stricter reading:
 * memory on the device has addresses that mean nothing to the host, is full of NaN when it is new, and knows its bounds;
 * a context refuses to run before all shapes and addresses are told, and in a recording also right after a change of
   shapes;
-* what was recorded from a context is void once its shapes or addresses change.
+* what was recorded from a context is void once its shapes or addresses change, also where a context records itself;
+* the library logs to the first logger it was given, and does not keep it alive;
+* an engine says a size where its profile allows only one (`changes`), and the lean runtime opens only what is made for
+  it.
 
 An engine is a JSON file that names an ONNX graph; running it runs the graph in ONNX Runtime on the bytes at the bound
 addresses.
@@ -21,6 +24,8 @@ import enum
 import json
 import math
 import sys
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,7 +187,8 @@ class CudaStandin:
         return Status.cudaSuccess, pages.ctypes.data
 
     def cudaFreeHost(self, address: int) -> tuple[Any, ...]:
-        self._begin("cudaFreeHost")
+        if status := self._begin("cudaFreeHost", recordable=False):
+            return (status,)
         return (Status.cudaSuccess if self.host.pop(address, None) is not None else Status.cudaErrorInvalidValue,)
 
     # ---- work ----
@@ -335,7 +341,8 @@ def _enum(name: str, *members: str) -> Any:
 
 
 class TrtStandin(ModuleType):
-    """`tensorrt`, or `tensorrt_rtx` with what only that has. `runtimes` and `contexts` are those that were made."""
+    """`tensorrt`, or `tensorrt_rtx` with what only that has. `runtimes` and `contexts` are those that were made; making
+    a context takes `context_seconds`."""
 
     ILogger = _Logged
     DataType = _enum("DataType", "FLOAT", "HALF", "BF16", "INT32", "INT64", "BOOL")
@@ -353,33 +360,44 @@ class TrtStandin(ModuleType):
         self.contexts: list[ContextStandin] = []
         self.changes: dict[str, Any] = {}  # tensor -> what an engine says of it instead of the truth
         self.recordable = True
+        self.context_seconds = 0.0
+        self._logger: Callable[[], _Logged | None] | None = None
         if name == "tensorrt_rtx":
             self.CudaGraphStrategy = _enum("CudaGraphStrategy", "DISABLED", "WHOLE_GRAPH_CAPTURE")
 
     def Runtime(self, logger: _Logged) -> RuntimeStandin:
         assert self.cuda.driver and self.cuda.devices, "without a driver the real one would crash the process"
         assert logger.ready
-        self.runtimes.append(RuntimeStandin(self, logger))
+        self._logger = self._logger or weakref.ref(logger)
+        self.runtimes.append(RuntimeStandin(self))
         return self.runtimes[-1]
+
+    def log_error(self, line: str) -> None:
+        logger = self._logger and self._logger()
+        assert logger is not None, "the first logger is gone; the real library would crash the process"
+        logger.log(_Logged.ERROR, line)  # type: ignore[attr-defined]
 
 
 class RuntimeStandin:
-    def __init__(self, module: TrtStandin, logger: _Logged) -> None:
-        self.module, self.logger = module, logger
+    def __init__(self, module: TrtStandin) -> None:
+        self.module = module
 
     def deserialize_cuda_engine(self, serialized: Any) -> EngineStandin | None:
         """None when it cannot be read."""
         try:
             described = json.loads(bytes(serialized))
         except ValueError:
-            self.logger.log(_Logged.ERROR, "Serialization assertion failed: magic tag does not match. Nothing helps.")  # type: ignore[attr-defined]
+            self.module.log_error("Serialization assertion failed: magic tag does not match. Nothing helps.")
             return None
-        return EngineStandin(self.module, self.logger, described)
+        if self.module.__name__ == "tensorrt_lean" and not described["lean"]:
+            self.module.log_error("Serialization assertion failed: the plan is not version compatible. Nothing helps.")
+            return None
+        return EngineStandin(self.module, described)
 
 
 class EngineStandin:
-    def __init__(self, module: TrtStandin, logger: Any, described: dict[str, Any]) -> None:
-        self.module, self.logger = module, logger
+    def __init__(self, module: TrtStandin, described: dict[str, Any]) -> None:
+        self.module = module
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(described["onnx"], options, providers=["CPUExecutionProvider"])
@@ -418,6 +436,7 @@ class EngineStandin:
 
     def create_execution_context(self, how: Any) -> ContextStandin:
         """Of an allocation strategy or of a runtime config."""
+        time.sleep(self.module.context_seconds)
         self.module.contexts.append(ContextStandin(self, how))
         return self.module.contexts[-1]
 
@@ -425,6 +444,14 @@ class EngineStandin:
 class RuntimeConfigStandin:
     cuda_graph_strategy: Any = None
     allocation: Any = None
+    kernels: Any = None
+
+    def create_runtime_cache(self) -> Any:
+        return object()
+
+    def set_runtime_cache(self, cache: Any) -> bool:
+        self.kernels = cache
+        return True
 
     def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
         self.allocation = strategy
@@ -439,6 +466,7 @@ class ContextStandin:
         self.runs = 0
         self.version = 0  # of its shapes and addresses
         self.settled = -1  # the version whose deferred work is done
+        self.captures = 0  # that it has made itself
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert memory % 256 == 0 and size >= self.engine.device_memory_size_v2
@@ -477,6 +505,10 @@ class ContextStandin:
         if cuda.recording is not None and (self.settled != self.version or not engine.module.recordable):
             cuda.void = True
             return self._failed("The stream is being captured, but there is work left to do. Run it once before.")
+        strategy = getattr(self.how, "cuda_graph_strategy", None)
+        self.captures += (
+            strategy is not None and strategy.name == "WHOLE_GRAPH_CAPTURE" and self.settled != self.version
+        )
         self.settled = self.version
         self.runs += 1
         version, shapes, addresses = self.version, dict(self.shapes), dict(self.addresses)
@@ -499,7 +531,7 @@ class ContextStandin:
         return self.engine.module.cuda.bytes_at(address, size).view(kind).reshape(shape)
 
     def _failed(self, line: str) -> bool:
-        self.engine.logger.log(_Logged.ERROR, line)
+        self.engine.module.log_error(line)
         return False
 
 
@@ -523,6 +555,7 @@ def make_engines(
     batch: int = 1,
     max_tokens: int = 16,
     max_masked: int = 48,
+    lean: bool = False,
 ) -> Path:
     """Engines of a bundle for the stand-in, with a sidecar as `speccompile engine` writes one; the folder."""
     bundle = Bundle.open(bundle_path)
@@ -546,11 +579,10 @@ def make_engines(
         outputs = [TensorInfo(value.name, *_tensor(value, capacity)) for value in session.get_outputs()]
         pasts = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         aliases = {past: past.replace("past_key_values", "present") for past in pasts}
-        made_from = bundle.manifest.files[graph.file].sha256
+        made_from = bundle.manifest.graph_sha256(name)
         engines[name] = EngineInfo(f"{name}.engine", 0, "", made_from, inputs, outputs, aliases)
-    return write_engines(
-        bundle, folder, EngineSet(ENGINES_SCHEMA, runtime, version, target, capacity, batch, max_tokens, engines)
-    )
+    described = EngineSet(ENGINES_SCHEMA, runtime, version, target, capacity, batch, max_tokens, lean, engines)
+    return write_engines(bundle, folder, described)
 
 
 def write_engines(bundle: Bundle, folder: Path, described: EngineSet) -> Path:
@@ -563,6 +595,7 @@ def write_engines(bundle: Bundle, folder: Path, described: EngineSet) -> Path:
             "capacity": described.capacity,
             "profile": {tensor.name: (tensor.smallest, tensor.largest) for tensor in engine.inputs},
             "aliases": engine.aliases,
+            "lean": described.lean,
         }
         file.write_text(json.dumps(content))
         info = file_info(file)

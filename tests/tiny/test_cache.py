@@ -143,10 +143,11 @@ def test_shapes_in_any_order_give_what_a_fresh_cache_gives(
 
 def test_known_shapes_allocate_and_bind_nothing(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiny_decoder.target.open(64)
-    ids = ids_of(tiny_decoder, 9)
+    ids, binds = ids_of(tiny_decoder, 9), backend.ort.IOBinding.bind_ortvalue_input
     for tokens in (3, 9, 1):
         step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
     made: list[str] = []
+    monkeypatch.setattr(backend.ort.IOBinding, "bind_ortvalue_input", lambda io, name, value: made.append(name))
     bind, value = tiny_decoder.target.session.io_binding, backend.ort.OrtValue.ortvalue_from_numpy
     monkeypatch.setattr(tiny_decoder.target.session, "io_binding", lambda: (made.append("binding"), bind())[1])
     monkeypatch.setattr(
@@ -155,6 +156,7 @@ def test_known_shapes_allocate_and_bind_nothing(tiny_decoder: Decoder, monkeypat
     for tokens in (1, 9, 3, 3):
         step(cache, ids[:tokens], TokenTree.chain(tokens - 1))
     assert made == []
+    monkeypatch.setattr(backend.ort.IOBinding, "bind_ortvalue_input", binds)
     cache.run(ids, TokenTree.chain(8).depths, TokenTree.chain(8).mask, np.array([7, 8]))
     assert made == ["binding", "(2,)", "(1, 2)", "(1, 2, 320)"]  # rows, next_ids and logits; the rest is known
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -27,7 +27,6 @@ from speccompile.compiler.engine import (
     build_engines,
     choose_limits,
     choose_targets,
-    collecting_log,
     prepare,
     supported_targets,
 )
@@ -49,6 +48,7 @@ from speccompile.graphs.manifest import FileInfo, file_info
 from speccompile.graphs.passes import finish_scatter
 from speccompile.graphs.scatter import cast_model, trace_scatter
 from speccompile.graphs.target import TargetTail, survey
+from speccompile.runtime.backends.tensorrt import collecting_log
 from speccompile.runtime.bundle import Bundle
 from tests.tiny.conftest import TREE
 from tests.tiny.models import VOCAB, tiny_model
@@ -59,6 +59,13 @@ HEADS, SHARED, SIZE, SLOTS = 4, 2, 32, 64
 LIMITS = Limits(capacity=SLOTS, batch=2, tokens=16, nodes=8)
 KEY, VALUE = contract.past_names(1)
 Slots = Sequence[str | None]
+
+
+@pytest.fixture(autouse=True)
+def empty_log() -> None:
+    """All tests have the process's one."""
+    collecting_log(trt).take_errors()
+    collecting_log(trt).take_warnings()
 
 
 def layer(
@@ -314,7 +321,7 @@ def bundle(scatter_bundle: Path, tmp_path: Path) -> Path:
 def test_engines_of_a_bundle(bundle: Path) -> None:
     said: list[str] = []
     sets = build_engines(trt, bundle, targets=TARGETS, max_length=96, batch=2, report=said.append)
-    assert [made.target for made in sets] == TARGETS
+    assert [made.target for made in sets] == TARGETS and not any(made.lean for made in sets)
     manifest = Bundle.open(bundle).manifest
     folders = sorted((bundle / "engines").iterdir())
     assert [f.name for f in folders] == sorted(f"tensorrt_rtx-{trt.__version__}-{target}" for target in TARGETS)
@@ -322,7 +329,7 @@ def test_engines_of_a_bundle(bundle: Path) -> None:
         folder = bundle / "engines" / folder_name(made.runtime, made.version, made.target)
         assert read_engines(folder) == made
         assert {file.name for file in folder.iterdir()} == {"engines.json", "target.engine", "medusa.engine"}
-        assert (made.runtime, made.version, made.capacity, made.batch) == ("tensorrt_rtx", trt.__version__, 96, 2)
+        assert (made.runtime, made.version, made.capacity, made.batch) == ("tensorrt_rtx", trt.__version__, 128, 2)
         assert made.max_tokens == 64 > len(TREE)
         for name, info in made.engines.items():
             file = folder / info.file
@@ -341,9 +348,9 @@ def test_engines_of_a_bundle(bundle: Path) -> None:
     assert (rows.shape, rows.usual, rows.largest) == ([-1], [8], [64])
     assert (key.dtype, key.shape, key.usual, key.largest) == (
         "float16",
-        [-1, 2, 96, 16],
-        [1, 2, 96, 16],
-        [2, 2, 96, 16],
+        [-1, 2, 128, 16],
+        [1, 2, 128, 16],
+        [2, 2, 128, 16],
     )
     outputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in target.outputs}
     assert outputs["next_ids"] == ("int64", [-1, -1]) and outputs["logits"] == ("float32", [-1, -1, VOCAB])
@@ -391,7 +398,8 @@ def test_a_mask_of_the_newest_rows_reaches_further_where_a_tree_grows_level_by_l
     assert limits == Limits(capacity=4096, batch=1, tokens=100, nodes=100)
     assert limits.ranges("target")["M"] == (1, 8, 100) and limits.ranges("draft")["M"] == (1, 8, 200)
     assert choose_limits(9000, 3, None, 1, None) == Limits(4096, 1, 64, 3)
-    assert choose_limits(32, 3, None, 1, None) == Limits(32, 1, 32, 3)
+    assert choose_limits(32, 40, None, 1, None) == Limits(64, 1, 32, 32), "rows are rounded up, what fits is not"
+    assert choose_limits(9000, 3, 65, 1, None) == Limits(128, 1, 64, 3)
     assert choose_limits(9000, 3, 8000, 4, 5) == Limits(8000, 4, 5, 3)
     assert choose_limits(9000, 3, 8000, 4, 5).ranges("target") == {
         "B": (1, 1, 4),
@@ -498,8 +506,8 @@ def test_engines_are_replaced_only_with_force(bundle: Path) -> None:
         build_engines(trt, bundle, targets=["sm86", "sm89"], max_length=32)
     assert [entry.name for entry in (bundle / "engines").iterdir()] == [folder.name]
     assert read_engines(folder) == first
-    (second,) = build_engines(trt, bundle, targets=["sm89"], max_length=32, force=True)
-    assert read_engines(folder) == second and second.capacity == 32
+    (second,) = build_engines(trt, bundle, targets=["sm89"], max_length=65, force=True)
+    assert read_engines(folder) == second and second.capacity == 128
     (folder / "engines.json").unlink()
     with pytest.raises(EngineError, match="already exists; remove it first"):
         build_engines(trt, bundle, targets=["sm89"], force=True)
@@ -556,6 +564,7 @@ def test_an_interrupt_ends_the_build_and_leaves_nothing(bundle: Path) -> None:
 
 def test_what_tensorrt_warns_of_is_kept() -> None:
     log = collecting_log(trt)
+    assert collecting_log(trt) is log, "the library may call the first one at any time"
     for severity, text in ((trt.ILogger.WARNING, "w"), (trt.ILogger.WARNING, "w"), (trt.ILogger.INFO, "i")):
         log.log(severity, text)
     log.log(trt.ILogger.ERROR, "e")
@@ -565,6 +574,59 @@ def test_what_tensorrt_warns_of_is_kept() -> None:
     with pytest.raises(EngineError, match=r"target: parsing it, TensorRT said: e \(and 1 more\)"):
         check_log("target", "parsing it", errors)
     check_log("target", "parsing it", log.take_errors())
+
+
+def test_what_was_logged_before_is_no_failure(bundle: Path) -> None:
+    log = collecting_log(trt)
+    log.log(trt.ILogger.ERROR, "something that ran earlier in this process")
+    log.log(trt.ILogger.WARNING, "the same")
+    (made,) = build_engines(trt, bundle, targets=["sm89"], max_length=64)
+    assert "the same" not in str(made.measured["warnings"])
+
+
+# ---- how engines are built ----
+
+
+def test_float32_is_multiplied_as_float32(tmp_path: Path) -> None:
+    """TensorRT would round what products are made of to 10 bits."""
+    made = parsed(layer(), tmp_path)
+    assert made.builder.create_builder_config().get_flag(trt.BuilderFlag.TF32)
+    config = made.config([], "sm89", lean=False)
+    assert not config.get_flag(trt.BuilderFlag.TF32)
+    assert not config.get_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+
+
+def test_rtx_has_no_lean_runtime(bundle: Path) -> None:
+    said = "--lean: tensorrt_rtx has no lean runtime; leave the option out, or use --runtime tensorrt."
+    with pytest.raises(EngineError) as caught:
+        build_engines(trt, bundle, targets=["sm89"], lean=True)
+    assert str(caught.value) == said
+    done = CliRunner().invoke(engine, [str(bundle), "--target", "sm89", "--lean"])
+    assert str(done.exception) == said
+    assert not (bundle / "engines").exists()
+
+
+def test_engines_for_the_lean_runtime(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX plays TensorRT: all but what makes engines version compatible, which it cannot, is real."""
+    full = ModuleType("tensorrt")
+    full.__dict__.update({name: value for name, value in vars(trt).items() if name != "ComputeCapability"})
+    full.__name__ = "tensorrt"
+    flags, asked, config = trt.BuilderFlag, list[list[bool]](), Parsed.config
+
+    def take_back(self: Parsed, *given: Any) -> Any:
+        made = config(self, *given)
+        asked.append([made.get_flag(flag) for flag in (flags.VERSION_COMPATIBLE, flags.EXCLUDE_LEAN_RUNTIME)])
+        made.clear_flag(flags.EXCLUDE_LEAN_RUNTIME)
+        made.clear_flag(flags.VERSION_COMPATIBLE)
+        return made
+
+    monkeypatch.setattr(Parsed, "config", take_back)
+    monkeypatch.setattr(engines, "gpu_architecture", lambda: "sm89")
+    (made,) = build_engines(full, bundle, max_length=64, lean=True)
+    assert asked == [[True, True]] * 2
+    assert made.lean and read_engines(bundle / "engines" / folder_name("tensorrt", full.__version__, "sm89")) == made
+    (made,) = build_engines(full, bundle, max_length=64, force=True)
+    assert asked[2:] == [[False, False]] * 2 and not made.lean
 
 
 # ---- the command ----

@@ -22,6 +22,7 @@ ENGINES = EngineSet(
     capacity=128,
     batch=2,
     max_tokens=16,
+    lean=True,
     engines={
         "target": EngineInfo(
             file="target.engine",
@@ -69,6 +70,8 @@ CHANGES: list[tuple[Change, str]] = [
         lambda data: data.update(runtime="tensorrt_lean"),
         "field 'runtime' is 'tensorrt_lean'; expected one of tensorrt,",
     ),
+    (lambda data: data.update(lean=0), "field 'lean' is 0; expected true or false"),
+    (lambda data: data.pop("lean"), "field 'lean' is missing; build the engines again"),
     (lambda data: data.update(version=""), "field 'version' is ''"),
     (lambda data: data.update(target=89), "field 'target' is 89"),
     (lambda data: data.update(engines=[]), "field 'engines' is []; expected an object"),

@@ -10,12 +10,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -34,10 +37,10 @@ from speccompile.graphs.tree import DynamicTree, TokenTree
 from speccompile.runtime import Decoder, load
 from speccompile.runtime.backends import ort as ort_backend
 from speccompile.runtime.backends import tensorrt as backend
-from speccompile.runtime.backends.cuda import Cuda, moves
-from speccompile.runtime.backends.ort import OrtTarget, open_session
+from speccompile.runtime.backends.cuda import Cuda, DeviceMemory, moves
+from speccompile.runtime.backends.ort import OrtCache, OrtGpuCache, OrtHeads, OrtTarget, open_session
 from speccompile.runtime.backends.step import Array, StepOutput
-from speccompile.runtime.backends.tensorrt import KEPT_RECORDINGS, TrtCache
+from speccompile.runtime.backends.tensorrt import IDLE_RUNS, KEPT_RECORDINGS, TrtCache, TrtHeads, collecting_log
 from speccompile.runtime.bundle import Bundle
 from tests.tiny.conftest import TREE, write_tokenizer
 from tests.tiny.models import VOCAB, tiny_model
@@ -455,24 +458,40 @@ def test_a_recorded_round_sees_what_was_committed_in_between(cache: TrtCache, tr
 
 
 def test_only_so_many_recordings_are_kept(cache: TrtCache, trt: TrtStandin) -> None:
-    made, calls = KEPT_RECORDINGS + 2, 3
-    for count in range(1, made + 1):
-        for _ in range(calls):
+    """Shapes that take turns must not push one another out, over and over; only what is not used any more goes."""
+    cuda, shapes = trt.cuda, range(1, KEPT_RECORDINGS + 3)
+    for _ in range(5):
+        for count in shapes:
             step(cache, count)
+    assert cuda.counts["cudaStreamBeginCapture"] == KEPT_RECORDINGS
+    assert cuda.counts["cudaGraphLaunch"] == 2 * KEPT_RECORDINGS, "the first ones, in both turns that were left"
+    assert len(trt.contexts) == 1 + KEPT_RECORDINGS
+    late = KEPT_RECORDINGS + 1
+    cuda.reset_counts()
+    for turn in range(IDLE_RUNS):  # all but the first two of those that are recorded
+        step(cache, 3 + turn % (KEPT_RECORDINGS - 2))
+    assert cuda.counts["cudaGraphLaunch"] == IDLE_RUNS
+    for _ in range(3):
+        step(cache, late)
     gc.collect()
-    assert trt.cuda.counts["cudaStreamBeginCapture"] == made
-    assert trt.cuda.counts["cudaGraphExecDestroy"] == made - KEPT_RECORDINGS
-    step(cache, made)
-    step(cache, 3)
-    assert trt.cuda.counts["cudaGraphLaunch"] == 2
-    step(cache, 1)  # whose recording was dropped; it starts anew
-    assert trt.cuda.counts["cudaGraphLaunch"] == 2
-    step(cache, 1)
-    step(cache, 1)
-    step(cache, 1)
-    assert trt.cuda.counts["cudaGraphLaunch"] == 3
-    step(cache, 3)  # used lately: it was not the one that had to go
-    assert trt.cuda.counts["cudaGraphLaunch"] == 4
+    assert cuda.counts["cudaStreamBeginCapture"] == cuda.counts["cudaGraphExecDestroy"] == 1
+    cuda.reset_counts()
+    step(cache, late)
+    assert cuda.counts["cudaGraphLaunch"] == 1
+    step(cache, 2)  # the other one that was idle is there until its place is wanted
+    assert cuda.counts["cudaGraphLaunch"] == 2
+    for _ in range(6):  # the one that went; it would have to wait for a place again
+        step(cache, 1)
+    assert cuda.counts["cudaGraphLaunch"] == 2 and not cuda.counts["cudaStreamBeginCapture"]
+
+
+def test_making_a_context_is_not_timed(cache: TrtCache, trt: TrtStandin) -> None:
+    """It happens once, and whoever sizes trees by what calls cost would believe that it always does."""
+    trt.context_seconds = 0.5
+    for _ in range(5):
+        step(cache, 4)
+        assert 0 < cache.seconds < 0.4
+    assert len(trt.contexts) == 2
 
 
 def test_more_shapes_than_are_kept(cache: TrtCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,18 +515,24 @@ def test_an_engine_that_cannot_be_recorded_runs_on(cache: TrtCache, trt: TrtStan
 
 
 def test_rtx_records_on_its_own(bundles: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change of shape voids what a context has recorded, so shapes that come often have one of their own."""
     module = TrtStandin(CudaStandin(), "tensorrt_rtx")
     install(monkeypatch, module)
-    decoder = load(bundles("medusa"), backend="tensorrt_rtx")
+    cache = open_cache(load(bundles("medusa"), backend="tensorrt_rtx"))
+    shapes = range(1, KEPT_RECORDINGS + 2)
+    wanted = [step(open_cache_like(cache), count).logits.copy() for count in shapes]
     module.contexts.clear()
-    cache = open_cache(decoder)
     for _ in range(6):
-        step(cache, 4)
+        for count, logits in zip(shapes, wanted, strict=True):
+            np.testing.assert_array_equal(step(cache, count).logits, logits)
     assert module.cuda.counts["cudaStreamBeginCapture"] == 0
-    (context,) = module.contexts
-    assert context.runs == 6
-    assert context.how.cuda_graph_strategy is module.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-    assert context.how.allocation is module.ExecutionContextAllocationStrategy.USER_MANAGED
+    shared, *own = module.contexts
+    assert len(own) == KEPT_RECORDINGS
+    assert [(context.runs, context.captures) for context in own] == [(4, 1)] * KEPT_RECORDINGS
+    assert (shared.runs, shared.captures) == (2 * KEPT_RECORDINGS + 6, 0)
+    for context in module.contexts:
+        assert context.how.allocation is module.ExecutionContextAllocationStrategy.USER_MANAGED
+        assert context.how.kernels is shared.how.kernels is not None, "each would compile kernels of its own"
 
 
 def test_memory_is_given_back(bundles: Callable[[str], Path], trt: TrtStandin) -> None:
@@ -524,6 +549,90 @@ def test_memory_is_given_back(bundles: Callable[[str], Path], trt: TrtStandin) -
     assert trt.cuda.counts["cudaGraphExecDestroy"] == 3
 
 
+def test_what_goes_while_work_is_recorded_is_freed_afterwards() -> None:
+    """Python may collect between any two calls, and cudaFree ends what is being recorded."""
+    standin = CudaStandin()
+    cuda = Cuda(standin)
+    kept, gone = cuda.device_memory(4), [cuda.device_memory(512), cuda.host_memory(512)]
+    cuda.synchronize()
+    assert (len(standin.device), len(standin.host)) == (2, 1)
+
+    def work() -> None:
+        standin.cudaMemsetAsync(kept.address, 7, 4, cuda.stream)
+        gone.clear()
+        gc.collect()
+
+    recording = cuda.record(work)
+    assert (len(standin.device), len(standin.host)) == (1, 0)
+    cuda.replay(recording)
+    cuda.synchronize()
+    assert standin.bytes_at(kept.address, 4).tolist() == [7] * 4
+
+
+def test_what_goes_while_another_thread_works_is_freed_afterwards() -> None:
+    standin = CudaStandin()
+    cuda = Cuda(standin)
+    gone = [cuda.device_memory(512)]
+    collector = threading.Thread(target=gone.clear)
+    with cuda.lock:
+        collector.start()
+        collector.join(20)
+        assert not collector.is_alive(), "it waits for the lock; what a finalizer waits for may never come"
+        assert len(standin.device) == 1 and standin.counts["cudaFree"] == 0
+    cuda.synchronize()
+    assert not standin.device
+    other = [DeviceMemory(cuda.device_memory(8).address)]
+    assert not standin.device and other, "nothing is left to wait for: it is freed at once"
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+def test_heads_are_shared_by_threads(runtime: str, bundles: Callable[[str], Path], trt: TrtStandin) -> None:
+    """A thread that comes while another one is between filling and running must not change what that one asks."""
+    heads = load(bundles("medusa"), backend=runtime, **({} if runtime == "tensorrt" else {"threads": 1})).heads
+    assert isinstance(heads, TrtHeads | OrtHeads)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((2, heads.width)).astype(np.float32)
+    wanted = [tuple(part.copy() for part in heads.run(row)) for row in rows]
+    assert any((one != two).any() for one, two in zip(*wanted, strict=True))
+    first = heads.run(rows[0])
+    second = heads.run(rows[1])
+    for found, right in zip((first, second), wanted, strict=True):
+        for one, two in zip(found, right, strict=True):
+            np.testing.assert_array_equal(one, two)
+    arrived, going_on = threading.Event(), threading.Event()
+    run_filled = heads._calls.run if isinstance(heads, TrtHeads) else heads.session.run_with_iobinding
+
+    def wait_and_run(*given: Any) -> Any:
+        if not arrived.is_set():
+            arrived.set()
+            going_on.wait(20)
+        return run_filled(*given)
+
+    if isinstance(heads, TrtHeads):
+        heads._calls.run = wait_and_run  # type: ignore[method-assign]
+    else:
+        heads.session = SimpleNamespace(run_with_iobinding=wait_and_run)
+    answers: list[Any] = [None, None]
+
+    def ask(place: int) -> None:
+        answers[place] = heads.run(rows[place])
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in (0, 1)]
+    threads[0].start()
+    assert arrived.wait(20)
+    threads[1].start()
+    time.sleep(0.2)  # time enough to fill
+    going_on.set()
+    for thread in threads:
+        thread.join(20)
+    for found, right in zip(answers, wanted, strict=True):
+        for one, two in zip(found, right, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
 # ---- failures while it runs ----
 
 
@@ -534,6 +643,25 @@ def test_a_failing_engine_says_what_the_library_said(cache: TrtCache, trt: TrtSt
     with pytest.raises(GenerationError) as caught:
         step(cache, 3)
     assert str(caught.value) == f"{file}: the engine failed (Not all shapes and addresses are set: []); {REMEDY}"
+
+
+def test_all_of_a_process_log_to_one_logger(bundles: Callable[[str], Path], trt: TrtStandin) -> None:
+    """The library keeps the first that it is given: what a second decoder does is logged there, and also when whoever
+    gave it has gone. What one has not asked about must not be told to another."""
+    load(bundles("medusa"), backend="tensorrt")
+    gc.collect()
+    log = collecting_log(trt)
+    assert collecting_log(trt) is log
+    trt.log_error("Nobody asked about this.")
+    cache = open_cache(load(bundles("draft"), backend="tensorrt"))
+    step(cache, 3)
+    trt.contexts[-1].scratch = None
+    with pytest.raises(GenerationError, match=r"the engine failed \(Not all shapes and addresses are set: \[\]\);"):
+        step(cache, 3)
+    assert log.errors == []
+    for number in range(1000):
+        log.log(trt.ILogger.WARNING, f"{number}")
+    assert 10 < len(log.take_warnings()) < 1000, "a process that runs for long would be full of them"
 
 
 def test_an_error_of_the_device_is_one_sentence(cache: TrtCache, trt: TrtStandin) -> None:
@@ -660,10 +788,19 @@ def test_engines_for_another_version_or_gpu(copied: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_lean_runs_the_engines_of_tensorrt(bundles: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, TrtStandin(CudaStandin(), "tensorrt_lean"))
-    decoder = endless(bundles("medusa"), backend="tensorrt_lean")
+def test_lean_runs_the_engines_that_were_made_for_it(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = TrtStandin(CudaStandin(), "tensorrt_lean")
+    install(monkeypatch, module)
+    assert refused(copied, module, "tensorrt_lean") == (
+        f"{folder_of(copied) / 'engines.json'}: these engines need the whole of tensorrt, and tensorrt_lean opens only "
+        f"those made for it; build them again with 'speccompile engine {copied} --runtime tensorrt --lean --force'."
+    )
+    shutil.rmtree(folder_of(copied))
+    make_engines(copied, capacity=CAPACITY, max_tokens=MAX_TOKENS, lean=True)
+    decoder = endless(copied, backend="tensorrt_lean")
     assert len(answer(decoder, PROMPTS[0], max_new_tokens=5).token_ids) == 5
+    install(monkeypatch, TrtStandin(CudaStandin()))
+    assert len(answer(endless(copied, backend="tensorrt"), PROMPTS[0], max_new_tokens=5).token_ids) == 5
 
 
 @pytest.mark.parametrize(
@@ -746,6 +883,7 @@ def test_an_engine_that_cannot_be_opened(copied: Path, trt: TrtStandin) -> None:
     [
         ({"dtype": "HALF"}, "output float16 [-1, -1, 320] on the device"),
         ({"shape": [-1, -1, 321]}, "output float32 [-1, -1, 321] on the device"),
+        ({"shape": [-1, 320]}, "output float32 [-1, 320] on the device"),
         ({"location": "HOST"}, "output float32 [-1, -1, 320] on the host"),
     ],
 )
@@ -759,6 +897,11 @@ def test_an_engine_that_is_not_what_its_sidecar_says(
     assert str(caught.value) == (
         f"{file}: tensor 'logits' is {found} but engines.json says output float32 [-1, -1, 320] on the device; {REMEDY}"
     )
+
+
+def test_an_engine_may_know_sizes_that_its_profile_fixes(bundles: Callable[[str], Path], trt: TrtStandin) -> None:
+    trt.changes = {"input_ids": {"shape": [1, -1]}, "past_length": {"shape": [1]}, "logits": {"shape": [1, -1, VOCAB]}}
+    assert answer(endless(bundles("medusa"), backend="tensorrt"), PROMPTS[0], max_new_tokens=5).token_ids
 
 
 def test_an_engine_that_does_not_speak_the_contract(copied: Path, trt: TrtStandin) -> None:
@@ -780,24 +923,29 @@ def test_an_engine_that_does_not_speak_the_contract(copied: Path, trt: TrtStandi
 
 def test_a_provider_that_is_not_taken_is_refused(bundles: Callable[[str], Path], monkeypatch: Any) -> None:
     """ONNX Runtime itself goes on without a provider whose libraries are missing; here one that is not compiled in."""
-    path = bundles("medusa")
+    path, asked = bundles("medusa"), list[Any]()
     monkeypatch.setattr(
         ort_backend.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
     )
-    monkeypatch.setattr(ort_backend.ort, "InferenceSession", without_cuda(ort_backend.ort.InferenceSession))
+    monkeypatch.setattr(ort_backend.ort, "InferenceSession", without_cuda(ort_backend.ort.InferenceSession, asked))
     with pytest.raises(BundleError) as caught:
         load(path, threads=1, provider="CUDAExecutionProvider")
     assert str(caught.value) == (
         "provider 'CUDAExecutionProvider': onnxruntime took 'CPUExecutionProvider' instead, as its libraries or its "
         "driver are missing; install them, or leave the provider out."
     )
+    assert asked == [("CUDAExecutionProvider", {"use_tf32": "0"})], "float32 would be rounded to 10 bits"
     decoder = endless(path, threads=1, provider="CUDAExecutionProvider", fall_back=True)
     assert len(answer(decoder, PROMPTS[0], max_new_tokens=3).token_ids) == 3
+    assert asked[1:3] == [("CUDAExecutionProvider", {"use_tf32": "0"}), ("CPUExecutionProvider", {})]
 
 
-def without_cuda(make: Any) -> Any:
-    def session(path: str, options: Any, providers: list[str], **more: Any) -> Any:
+def without_cuda(make: Any, asked: list[Any]) -> Any:
+    def session(
+        path: str, options: Any, providers: list[str], provider_options: list[dict[str, str]], **more: Any
+    ) -> Any:
         assert more == {"enable_fallback": 0}, "else onnxruntime prints to stdout and falls back"
+        asked.extend(zip(providers, provider_options, strict=True))
         return make(path, options, providers=[name for name in providers if name != "CUDAExecutionProvider"])
 
     return session
@@ -816,21 +964,67 @@ def test_the_rtx_provider_without_its_package(bundles: Callable[[str], Path]) ->
     ]
 
 
-def test_keys_and_values_that_stay_on_the_gpu(bundles: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU plays the GPU: the stand-in's addresses are then real ones, which ONNX Runtime reads and writes."""
+class CopiesWhenBound(ort.IOBinding):  # type: ignore[misc]
+    """As with a provider on the GPU: what lies in the host's memory is copied, once, when it is bound."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(session)
+        self.copies: dict[str, Array] = {}
+
+    def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
+        self.copies[name] = ortvalue.numpy().copy()
+        super().bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(self.copies[name]))
+
+
+@pytest.mark.parametrize("placed", [True, False], ids=["cache-on-gpu", "cache-on-host"])
+@pytest.mark.parametrize("method", ["medusa", "draft", "eagle"])
+def test_providers_on_the_gpu(
+    method: str, placed: bool, bundles: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU plays the GPU: the stand-in's addresses are then real ones, which ONNX Runtime reads and writes. Where
+    the session reads keys and values on the host, they have to stay there."""
     standin = CudaStandin(on_host=True)
-    plain = endless(bundles("medusa"), threads=1)
+    cuda, plain = Cuda(standin), endless(bundles(method), threads=1)
+    wanted = [answer(plain, prompt, max_new_tokens=40) for prompt in PROMPTS]
+    standin.reset_counts()
     monkeypatch.setattr(ort_backend, "GPU_PROVIDERS", ("CPUExecutionProvider",))
-    monkeypatch.setattr(ort_backend, "DEVICE", "cpu")
-    monkeypatch.setattr(ort_backend, "open_cuda", lambda: Cuda(standin))
-    decoder = endless(bundles("medusa"), threads=1)
-    assert isinstance(decoder.target.open(8), ort_backend.OrtGpuCache)
-    for prompt in PROMPTS:
-        ours, theirs = (answer(each, prompt, max_new_tokens=60) for each in (decoder, plain))
+    monkeypatch.setattr(ort_backend, "open_cuda", lambda: cuda)
+    monkeypatch.setattr(ort.InferenceSession, "io_binding", lambda session: CopiesWhenBound(session))
+    if placed:
+        monkeypatch.setattr(ort_backend, "DEVICE", "cpu")
+        monkeypatch.setattr(ort_backend, "VENDOR", 0)
+    decoder = endless(bundles(method), threads=1)
+    assert type(decoder.target.open(8)) is (OrtGpuCache if placed else OrtCache)
+    for prompt, theirs in zip(PROMPTS, wanted, strict=True):
+        ours = answer(decoder, prompt, max_new_tokens=40)
         assert ours.token_ids == theirs.token_ids
-        assert ours.stats.accepted == theirs.stats.accepted > 10
-    assert standin.counts["cudaMemcpy2DAsync"] > 5
-    assert standin.copied.keys() == {Kind.cudaMemcpyDeviceToDevice}
+        assert (ours.stats.drafted, ours.stats.accepted) == (theirs.stats.drafted, theirs.stats.accepted)
+        assert ours.stats.accepted > 10 or method == "eagle"
+    assert (standin.counts["cudaMemcpy2DAsync"] > 5) == (placed and method != "eagle")
+    assert placed or not standin.counts
+    assert not placed or standin.copied.keys() <= {Kind.cudaMemcpyDeviceToDevice}
+
+
+def test_keys_and_values_are_on_the_gpu_only_where_all_layers_read_them_there(
+    bundles: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = OrtTarget(bundles("medusa") / "target.onnx", threads=1)
+    names = [value.name for value in target.session.get_inputs()]
+    kinds, nvidia = ort.OrtDeviceMemoryType, ort.OrtDeviceVendorId.NVIDIA
+    assert nvidia == 0x10DE, "NVIDIA's number on the PCI bus"
+
+    def reads(**places: tuple[int, Any]) -> bool:
+        infos = []
+        for name in names:
+            vendor, kind = places.get(name.replace(".", "_"), (nvidia, kinds.DEFAULT))
+            infos.append(SimpleNamespace(device_vendor_id=vendor, device_mem_type=kind))
+        session = SimpleNamespace(get_inputs=target.session.get_inputs, get_input_memory_infos=lambda: infos)
+        return ort_backend._reads_cache_on_gpu(session)
+
+    assert reads() and reads(input_ids=(0, kinds.DEFAULT), past_length=(nvidia, kinds.HOST_ACCESSIBLE))
+    assert not reads(past_key_values_2_value=(0, kinds.DEFAULT))
+    assert not reads(past_key_values_0_key=(nvidia, kinds.HOST_ACCESSIBLE))
+    assert not ort_backend._reads_cache_on_gpu(target.session)
 
 
 # ---- what is imported ----
@@ -911,12 +1105,14 @@ def test_what_the_real_builder_describes_is_what_the_backend_takes(
     real = pytest.importorskip("tensorrt_rtx")
     path = tmp_path / "b"
     shutil.copytree(bundles(method), path, ignore=shutil.ignore_patterns("engines"))
-    (built,) = build_engines(real, path, targets=[TARGET], max_length=CAPACITY, max_tree=MAX_TOKENS)
+    # 97 rows of keys, and what lies behind them would be where the stand-in takes no address
+    (built,) = build_engines(real, path, targets=[TARGET], max_length=97, max_tree=MAX_TOKENS)
     folder = path / "engines" / f"tensorrt_rtx-{real.__version__}-{TARGET}"
     write_engines(Bundle.open(path), folder, built)
     install(monkeypatch, TrtStandin(CudaStandin(), "tensorrt_rtx", real.__version__))
-    ours, theirs = endless(path, backend="tensorrt_rtx"), endless(path, threads=1, capacity=CAPACITY)
-    assert (ours.capacity, ours.target.max_tokens, ours.target.max_masked) == (CAPACITY, MAX_TOKENS, MAX_TOKENS)
+    ours, theirs = endless(path, backend="tensorrt_rtx"), endless(path, threads=1)
+    assert ours.capacity == built.capacity == theirs.capacity == 128
+    assert (ours.target.max_tokens, ours.target.max_masked) == (MAX_TOKENS, MAX_TOKENS)
     for prompt in PROMPTS:
         first, second = (answer(decoder, prompt, max_new_tokens=30) for decoder in (ours, theirs))
         assert first.token_ids == second.token_ids
