@@ -104,11 +104,12 @@ class Bundle:
         folder = self.path / place
         source = folder / SIDECAR_FILE
         if not folder.is_dir():
+            lean = ", with --lean for tensorrt_lean" if runtime == "tensorrt" else ""
             there = sorted(file.parent.name for file in (self.path / ENGINES_FOLDER).glob(f"*/{SIDECAR_FILE}"))
             raise BundleError(
                 f"{self.path}: it has no engines for {runtime} {version} on {target} (there are: "
                 f"{', '.join(there) or 'none'}); make them with 'speccompile engine {self.path} "
-                f"--runtime {runtime.replace('_', '-')}'."
+                f"--runtime {runtime.replace('_', '-')}'{lean}."
             )
         engines = read_engines(folder)
         for field, found, wanted in (
