@@ -62,15 +62,11 @@ DEFAULT_MAX_LENGTH = 8192
 DEFAULT_TOP_K = 10
 DRAFT_PRECISIONS = ("int8", "fp32")
 # dialect -> precision of the target -> what its graph computes in
-DIALECTS: dict[str, dict[str, torch.dtype]] = {
-    "gqa": dict.fromkeys(PRECISIONS, torch.float32),
-    "scatter": {
-        "fp32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-        **dict.fromkeys(WEIGHT_ONLY, torch.float16),
-    },
+DIALECTS = {
+    "gqa": dict.fromkeys(PRECISIONS, "fp32"),
+    "scatter": {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", **dict.fromkeys(WEIGHT_ONLY, "fp16")},
 }
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DRAFT_TREE = AdaptiveChain(8, 0.4)
 EAGLE_TREE = DynamicTree(10, 0.1, depth=5)  # SmolLM2-135M in fp32 on two CPU cores
 EXACT = "exact"  # folder with graphs before rounding, while a bundle is made
@@ -110,8 +106,13 @@ class Plan:
         return self.folder / EXACT
 
     @property
-    def dtype(self) -> torch.dtype:
+    def computes(self) -> str:
+        """One of `DTYPES`."""
         return DIALECTS[self.dialect][self.precision]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.computes]
 
     @property
     def rounds_activations(self) -> bool:
@@ -126,7 +127,7 @@ class Plan:
     def provable(self) -> bool:
         """Whether ONNX Runtime's CPU kernels run the bundle's own graphs. What they lack, bfloat16, is proved on twins
         in float32, from the same trace."""
-        return self.dtype != torch.bfloat16
+        return self.computes != "bf16"
 
 
 def build(
@@ -324,9 +325,8 @@ def write_target(source: Source, found: Survey, tail: TargetTail, plan: Plan) ->
         if precision in WEIGHT_ONLY:
             report("writing the exact target")
             write_graph(graph, plan.exact, "target")
-            graph = ir.load(
-                plan.exact / "target.onnx"
-            )  # its weights stay in the file, and the copy in sixteen bits goes
+            # From here on its weights stay in that file, and the copy of the model that it was traced from may go.
+            graph = ir.load(plan.exact / "target.onnx")
             texts = _calibration(source, found, plan) if precision == "int4" else []
             quantise_scatter(graph, precision, plan.exact / "target.onnx", texts, report)
     elif precision != "fp32":
@@ -402,7 +402,7 @@ def _write_model(
     """Trace and write what drafts, on what it can of the target's weights."""
     graph, traced = _fused(model, found, tail, name, plan, features)
     plan.report(f"writing the {name}")
-    precision = plan.precision if plan.precision in ("fp32", "bf16") else "fp16"
+    precision = plan.computes
     if plan.dialect == "gqa":
         precision = "int8" if plan.rounds_drafts else "fp32"
         if plan.rounds_drafts:
@@ -457,8 +457,10 @@ def _scattered(model: Any, found: Survey, tail: Tail, dtype: torch.dtype, featur
 
 
 def _require_twins(graph: ir.Model, twin: ir.Model, what: str) -> None:
-    """Raises:
-    TraceError: when a graph is not its twin in float32 with every number rounded to its own dtype.
+    """Hold a graph against its twin in float32: the same nodes, and the same numbers but for what its dtype rounds.
+
+    Raises:
+        TraceError: where they differ.
     """
 
     def nodes(model: ir.Model) -> list[tuple[str, str]]:
@@ -512,7 +514,7 @@ def write_heads_graph(source: Source, heads: MedusaHeads, tree: DraftTree, plan:
     if not plan.provable:
         write_graph(export_medusa(module), plan.exact, "medusa")
     graph = export_medusa(module.to(plan.dtype))
-    nodes, precision = len(list(graph.graph)), {torch.float32: "fp32", torch.float16: "fp16"}.get(plan.dtype, "bf16")
+    nodes, precision = len(list(graph.graph)), plan.computes
     if plan.rounds_drafts:
         write_graph(graph, plan.exact, "medusa")
         quantise(graph)

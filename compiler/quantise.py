@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,7 @@ def quantise_target(
     else:
         PackWeights(accepts=around_attention)(graph)
         if len(texts):
-            tables = [
-                Table(
-                    node,
-                    str(node.inputs[1].name),  # type: ignore[union-attr]
-                    int(node.inputs[1].shape[0]),  # type: ignore[union-attr,index,arg-type]
-                    lambda node=node: _table(node).T,  # type: ignore[misc]
-                )
-                for node in products(graph)
-            ]
-            rounded = gptq(tables, exact, texts, report)
+            rounded = gptq(folded_tables(graph), exact, texts, report)
             PackWeights(lambda name, _: rounded[name], bits=4, block=INT4_BLOCK, zeros=True)(graph)
         else:
             PackWeights(lambda _, rows: nearest_int4(rows), bits=4, block=INT4_BLOCK, zeros=True)(graph)
@@ -126,6 +118,21 @@ def quantise_scatter(
     rounding = (lambda name, _: rounded[name]) if rounded else None
     WeightOnly(precision, rounding, accepts=lambda product: not for_drafting(product))(graph)
     clean(graph)
+
+
+def folded_tables(graph: ir.Model) -> list[Table]:
+    """The products of a graph of dialect gqa that are not rounded yet."""
+    found = []
+    for node in products(graph):
+        table = node.inputs[1]
+        assert table is not None and table.shape is not None
+        inner, rows = int(table.shape[0]), partial(_turned, node)  # type: ignore[arg-type]
+        found.append(Table(node, str(table.name), inner, rows))
+    return found
+
+
+def _turned(node: ir.Node) -> Array:
+    return _table(node).T
 
 
 def _four_bit_tables(graph: ir.Model) -> list[Table]:

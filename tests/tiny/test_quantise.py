@@ -18,6 +18,7 @@ from speccompile.compiler.quantise import (
     INT4_BLOCK,
     best_factor,
     block_range,
+    folded_tables,
     gptq,
     nearest_int4,
     quantise_target,
@@ -127,6 +128,21 @@ def test_gptq_is_never_worse_than_the_nearest_levels(seed: int) -> None:
     # The same, said with activations and the table that is stored.
     products = x.astype(np.float64) @ (weights - rounded.weights(inner).astype(np.float64)).T
     assert found == pytest.approx((products**2).sum(), rel=1e-3)
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_even_levels_are_the_papers_in_blocks_around_zero(block: int) -> None:
+    """As TensorRT reads them: no zeros of their own, and scales that float16 holds."""
+    weights, hessian = normal(12, 192), second_moments(correlated(192, 400))
+    rounded = round_with_hessian(torch.from_numpy(weights), hessian, block, even=True)
+    assert rounded.zeros is None and rounded.integers.shape == (12, 192 // block, block)
+    np.testing.assert_array_equal(rounded.scales, rounded.scales.astype(np.float16).astype(np.float32))
+    # The same with zeros spelt out, and each block as many of 32, is what the paper's update gives.
+    repeated = np.repeat(rounded.scales, block // INT4_BLOCK, 1)
+    spelt = Rounded(4, rounded.integers.reshape(12, -1, INT4_BLOCK), repeated, np.full(repeated.shape, 8, np.uint8))
+    found, wanted = levels_of(rounded, 192), paper(weights, hessian, spelt)
+    assert (found == wanted).mean() > 0.98
+    assert error(weights, found, spelt, hessian) < 0.5 * error(weights, nearest(weights, spelt), spelt, hessian)
 
 
 def test_gptq_gives_four_bits_in_the_ranges_of_the_blocks() -> None:
@@ -457,7 +473,7 @@ def test_products_of_one_activation_each_keep_their_own_weights(tmp_path: Path) 
     """They share its second moments and nothing else."""
     texts = np.random.default_rng(0).integers(300, size=(4, 40))
     write_graph(feed_forward(), tmp_path, "target")
-    rounded = gptq(feed_forward(), tmp_path / "target.onnx", texts.tolist(), lambda _: None)
+    rounded = gptq(folded_tables(feed_forward()), tmp_path / "target.onnx", texts.tolist(), lambda _: None)
     assert set(rounded) == {"V", "W"}
     hessian = second_moments(normal(300, 96)[texts.ravel()])
     for name, seed in (("V", 1), ("W", 2)):

@@ -779,12 +779,12 @@ def test_engines_for_another_version_or_gpu(copied: Path, monkeypatch: pytest.Mo
         install(monkeypatch, module)
         assert refused(copied, module) == (
             f"{copied}: it has no engines for tensorrt {wanted} (there are: {there}); make them with "
-            f"'speccompile engine {copied} --runtime tensorrt'."
+            f"'speccompile engine {copied} --runtime tensorrt', with --lean for tensorrt_lean."
         )
     shutil.rmtree(copied / "engines")
     assert refused(copied, module) == (
         f"{copied}: it has no engines for tensorrt {VERSION} on sm90 (there are: none); make them with "
-        f"'speccompile engine {copied} --runtime tensorrt'."
+        f"'speccompile engine {copied} --runtime tensorrt', with --lean for tensorrt_lean."
     )
 
 

@@ -330,7 +330,7 @@ def test_a_model_that_is_mostly_out_of_reach_is_refused(body: str, shape: tuple[
     assert kinds(refused) == before
     share = f"{stack / (stack + enough - 1):.0%}"
     assert str(raised.value) == (
-        f"--precision: {share} of the model's weights are in operators that int8 does not reach (such as stacks of "
+        f"--precision: {share} of the model's weights are in operators that fewer bits do not reach (such as stacks of "
         "experts); use --precision fp16."
     )
 
