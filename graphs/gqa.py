@@ -21,7 +21,18 @@ from speccompile.graphs import contract
 from speccompile.graphs.attention import Trace, describe_layer
 from speccompile.graphs.errors import TraceError
 from speccompile.graphs.passes.derive_gqa_inputs import SEQLENS_K, TOTAL_LENGTH, bias_name
-from speccompile.graphs.target import Argument, Survey, Tail, TargetModule, trace_module
+from speccompile.graphs.target import (
+    ANY_BATCH,
+    ANY_TOKENS,
+    EXAMPLE_BATCH,
+    EXAMPLE_TOKENS,
+    Argument,
+    Survey,
+    Tail,
+    TargetModule,
+    shared_arguments,
+    trace_module,
+)
 
 OPSET = 23
 HEAD_STEP = 8  # GroupQueryAttention refuses other head sizes when it runs
@@ -88,44 +99,24 @@ def trace_gqa(model: nn.Module, survey: Survey, tail: Tail, features: int | None
     Raises:
         TraceError: when the dialect's operator does not take heads of this size.
     """
-    batch, tokens, past, capacity, rows = 2, 5, 7, 64, 3
-    layers = survey.layers
-    if layers[0].head_dim % HEAD_STEP:
+    head_dim, windows = survey.layers[0].head_dim, survey.windows
+    if head_dim % HEAD_STEP:
         raise TraceError(
-            f"{type(model).__name__}: heads have {layers[0].head_dim} channels, but ONNX Runtime's attention takes "
-            f"multiples of {HEAD_STEP} only."
+            f"{type(model).__name__}: heads have {head_dim} channels, but ONNX Runtime's attention takes multiples of "
+            f"{HEAD_STEP} only."
         )
     trace = Trace()
     module = GqaModule(model, trace, survey, tail)
-    any_batch, any_tokens, any_total, any_capacity, any_rows = (
-        Dim("B", min=1, max=4096),
-        Dim("T", min=1, max=65536),
-        Dim("S", min=1, max=1 << 20),
-        Dim("C", min=1, max=1 << 20),
-        Dim("R", min=1, max=65536),
+    batch, total = EXAMPLE_BATCH, EXAMPLE_TOKENS + 7
+    ids, positions, rows, rest = shared_arguments(module, features)
+    any_total = Dim("S", min=1, max=1 << 20)
+    biases = Argument(
+        [bias_name(window) for window in windows],
+        [torch.zeros(batch, 1, EXAMPLE_TOKENS, total, dtype=module.dtype) for _ in windows],
+        [{0: ANY_BATCH, 2: ANY_TOKENS, 3: any_total} for _ in windows],
     )
-    ids = torch.zeros(batch, tokens, dtype=torch.long)
-    bias = torch.zeros(batch, 1, tokens, past + tokens, dtype=module.dtype)
-    cache = torch.zeros(batch, layers[0].kv_heads, capacity, layers[0].head_dim, dtype=module.dtype)
-    parts, windows = 2 * len(layers), survey.windows
-    arguments = [
-        Argument([contract.INPUT_IDS], ids, {0: any_batch, 1: any_tokens}),
-        Argument([contract.POSITION_IDS], torch.arange(tokens).repeat(batch, 1), {0: any_batch, 1: any_tokens}),
-        Argument([contract.LOGIT_ROWS], torch.arange(rows), {0: any_rows}),
-        Argument([SEQLENS_K], torch.full((batch,), past + tokens - 1, dtype=torch.int32), {0: any_batch}),
-        Argument([TOTAL_LENGTH], torch.tensor(past + tokens, dtype=torch.int32), None),
-        Argument(
-            [bias_name(window) for window in windows],
-            [bias.clone() for _ in windows],
-            [{0: any_batch, 2: any_tokens, 3: any_total} for _ in windows],
-        ),
-        Argument(
-            contract.past_names(len(layers)),
-            [cache.clone() for _ in range(parts)],
-            [{0: any_batch, 2: any_capacity} for _ in range(parts)],
-        ),
+    lengths = [
+        Argument([SEQLENS_K], torch.full((batch,), total - 1, dtype=torch.int32), {0: ANY_BATCH}),
+        Argument([TOTAL_LENGTH], torch.tensor(total, dtype=torch.int32), None),
     ]
-    if features is not None:
-        example = torch.zeros(batch, tokens, features)
-        arguments.append(Argument([contract.FEATURES], example, {0: any_batch, 1: any_tokens}))
-    return trace_module(module, gqa_attention(trace), arguments, OPSET)
+    return trace_module(module, gqa_attention(trace), [ids, positions, rows, *lengths, biases, *rest], OPSET)

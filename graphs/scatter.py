@@ -21,7 +21,18 @@ from torch.export import Dim
 
 from speccompile.graphs import contract
 from speccompile.graphs.attention import Trace, describe_layer
-from speccompile.graphs.target import Argument, Survey, Tail, TargetModule, trace_module
+from speccompile.graphs.target import (
+    ANY_BATCH,
+    ANY_TOKENS,
+    EXAMPLE_BATCH,
+    EXAMPLE_TOKENS,
+    Argument,
+    Survey,
+    Tail,
+    TargetModule,
+    shared_arguments,
+    trace_module,
+)
 
 OPSET = 24
 LARGEST_LOGIT = 3e38
@@ -135,37 +146,16 @@ def mask_of_capacity(
 
 
 def trace_scatter(model: nn.Module, survey: Survey, tail: Tail, features: int | None = None) -> ir.Model:
-    """Trace `model`, as it is or from `cast_model`; `survey` is of the same object.
+    """Trace `model`, as it is or from `cast_model`; `survey` may be of what it was cast from.
 
     Args:
         features: width of the features that an EAGLE head reads beside its tokens; its graph has an input for them.
     """
-    batch, tokens, masked, capacity, rows = 2, 5, 7, 64, 3
-    layers = survey.layers
     trace = Trace()
     module = ScatterModule(model, trace, survey, tail)
-    any_batch, any_tokens, any_masked, any_capacity, any_rows = (
-        Dim("B", min=1, max=4096),
-        Dim("T", min=1, max=65536),
-        Dim("M", min=1, max=65536),
-        Dim("C", min=1, max=1 << 20),
-        Dim("R", min=1, max=65536),
-    )
-    cache = torch.zeros(batch, layers[0].kv_heads, capacity, layers[0].head_dim, dtype=module.dtype)
-    parts, per_token = 2 * len(layers), {0: any_batch, 1: any_tokens}
-    mask = torch.ones(batch, tokens, masked, dtype=torch.bool)
-    arguments = [
-        Argument([contract.INPUT_IDS], torch.zeros(batch, tokens, dtype=torch.long), per_token),
-        Argument([contract.POSITION_IDS], torch.arange(tokens).repeat(batch, 1), per_token),
-        Argument([contract.TREE_MASK], mask, {**per_token, 2: any_masked}),
-        Argument([contract.PAST_LENGTH], torch.full((batch,), 9), {0: any_batch}),
-        Argument([contract.LOGIT_ROWS], torch.arange(rows), {0: any_rows}),
-        Argument(
-            contract.past_names(len(layers)),
-            [cache.clone() for _ in range(parts)],
-            [{0: any_batch, 2: any_capacity} for _ in range(parts)],
-        ),
-    ]
-    if features is not None:
-        arguments.append(Argument([contract.FEATURES], torch.zeros(batch, tokens, features), per_token))
-    return trace_module(module, scatter_attention(trace), arguments, OPSET)
+    ids, positions, rows, rest = shared_arguments(module, features)
+    batch, tokens, masked = EXAMPLE_BATCH, EXAMPLE_TOKENS, EXAMPLE_TOKENS + 2
+    sizes = {0: ANY_BATCH, 1: ANY_TOKENS, 2: Dim("M", min=1, max=65536)}
+    mask = Argument([contract.TREE_MASK], torch.ones(batch, tokens, masked, dtype=torch.bool), sizes)
+    past_length = Argument([contract.PAST_LENGTH], torch.full((batch,), 9), {0: ANY_BATCH})
+    return trace_module(module, scatter_attention(trace), [ids, positions, mask, past_length, rows, *rest], OPSET)

@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from speccompile.graphs import contract
 from speccompile.graphs.attention import (
@@ -287,13 +288,39 @@ class Argument:
     dynamic: Any
 
 
+EXAMPLE_BATCH, EXAMPLE_TOKENS = 2, 5  # torch.export takes sizes 0 and 1 for constants
+ANY_BATCH, ANY_TOKENS = Dim("B", min=1, max=4096), Dim("T", min=1, max=65536)
+ANY_ROWS, ANY_CAPACITY = Dim("R", min=1, max=65536), Dim("C", min=1, max=1 << 20)
+
+
+def shared_arguments(module: TargetModule, features: int | None) -> tuple[Argument, Argument, Argument, list[Argument]]:
+    """What both dialects' `forward` take: ids, positions, wanted rows, and as the last ones the cache and features.
+
+    Args:
+        features: width of the features that an EAGLE head reads beside its tokens; None for everything else.
+    """
+    assert module.survey is not None
+    batch, tokens, layers = EXAMPLE_BATCH, EXAMPLE_TOKENS, module.survey.layers
+    per_token, parts = {0: ANY_BATCH, 1: ANY_TOKENS}, 2 * len(layers)
+    shape = (batch, layers[0].kv_heads, 64, layers[0].head_dim)
+    past = Argument(
+        contract.past_names(len(layers)),
+        [torch.zeros(shape, dtype=module.dtype) for _ in range(parts)],
+        [{0: ANY_BATCH, 2: ANY_CAPACITY} for _ in range(parts)],
+    )
+    read = [] if features is None else [Argument([contract.FEATURES], torch.zeros(batch, tokens, features), per_token)]
+    return (
+        Argument([contract.INPUT_IDS], torch.zeros(batch, tokens, dtype=torch.long), per_token),
+        Argument([contract.POSITION_IDS], torch.arange(tokens).repeat(batch, 1), per_token),
+        Argument([contract.LOGIT_ROWS], torch.arange(3), {0: ANY_ROWS}),
+        [past, *read],
+    )
+
+
 def trace_module(
     module: TargetModule, attend: Callable[..., tuple[Tensor, None]], arguments: Sequence[Argument], opset: int
 ) -> ir.Model:
-    """Trace a model on the contract, its attention replaced by a dialect's.
-
-    Sizes in examples must be >= 2, because torch.export specialises 0 and 1.
-    """
+    """Trace a model on the contract, its attention replaced by a dialect's."""
     model, survey, tail = module.model, module.survey, module.tail
     assert survey is not None and tail is not None
     with ExitStack() as stack:
